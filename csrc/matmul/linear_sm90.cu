@@ -8,9 +8,10 @@
 // persistent: they walk the tiles in groups of rows, so that what is fetched stays in the L2. The
 // blocks of a cluster work on neighbouring tiles; each fetches its share of what they have in
 // common and multicasts it. A launch may overlap the end of the one before: it waits for it before
-// it touches memory (dependent_launch.cuh). Shared memory: a ring of kStages x (tile of rows, then
-// tile of columns), 64 elements of K each, rows of 128 bytes, swizzled, through which the residual
-// of a tile comes too, after its last step; behind it boxes for results on their way out, two
+// it touches memory (dependent_launch.cuh), but for the weights of the first stages where the
+// caller says that they are ready. Shared memory: a ring of kStages x (tile of rows, then tile of
+// columns), 64 elements of K each, rows of 128 bytes, swizzled, through which the residual of a
+// tile comes too, after its last step; behind it boxes for results on their way out, two
 // transaction barriers a stage (full and empty), the bias of a tile. Variants,
 // [swapped_]{rows}x{columns of a block's tile}_c{blocks of a cluster along rows, columns}[_k{blocks
 // that share k}][_b2: two blocks a multiprocessor]:
@@ -43,7 +44,7 @@ __device__ __forceinline__ void linear_sm90(
     const CUtensorMap* row_map, const CUtensorMap* row_tail, const CUtensorMap* column_map,
     const CUtensorMap* column_tail, const Partials& partials, const T* bias, const Out* residual,
     int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation, int group,
-    int num_whole, int num_dealt) {
+    int num_whole, int num_dealt, int weights_ready) {
     static_assert((C::kFetchesResidual && C::kFillConsumers == C::kConsumers) || C::kSplits > 1,
                   "a stage is as large as all boxes");
     const uint32_t ring_base = keep(shared_address(dynamic_shared()));
@@ -69,8 +70,12 @@ __device__ __forceinline__ void linear_sm90(
     }
     await_barriers<(C::kClusterSize > 1)>();
 
-    // What is above reads nothing that the launch before may still write.
-    wait_for_launch_before();
+    // What is above reads nothing that the launch before may still write. A producer that leads
+    // waits where it is right.
+    const bool leads = sizeof(Out) == 2 && weights_ready != 0;
+    if (warpgroup != 0 || !leads) {
+        wait_for_launch_before();
+    }
     if constexpr (C::kMinBlocks == 2) {
         allow_next_launch();
     }
@@ -82,9 +87,10 @@ __device__ __forceinline__ void linear_sm90(
             release_registers<C::kProducerRegisters>();
         }
         if (warp == 0 && elect_one()) {
-            produce<C>({row_map, row_tail, num_rows}, {column_map, column_tail, num_columns},
-                       raster, schedule, ring_base, full, empty, rank, base_step,
-                       epilogue.adds_vectors() ? residual_map : nullptr);
+            produce<C, sizeof(Out) == 2>({row_map, row_tail, num_rows},
+                                         {column_map, column_tail, num_columns}, raster, schedule,
+                                         ring_base, full, empty, rank, base_step,
+                                         epilogue.adds_vectors() ? residual_map : nullptr, leads);
         } else if (C::kSplits == 1 && warp == 3) {
             announce_sums<C>(partials, schedule);
         }
@@ -170,11 +176,12 @@ __device__ __forceinline__ void linear_sm90(
             const __grid_constant__ CUtensorMap column_map,                                     \
             const __grid_constant__ CUtensorMap column_tail, float* partials, int* arrivals,    \
             const T* bias, const OUT* residual, int64_t out_stride, int64_t residual_stride,    \
-            int m, int n, int k, int activation, int group, int num_whole, int num_dealt) {     \
+            int m, int n, int k, int activation, int group, int num_whole, int num_dealt,       \
+            int weights_ready) {                                                                \
             linear_sm90<T, OUT, Config<__VA_ARGS__>>(                                           \
                 out, &out_map, &residual_map, &row_map, &row_tail, &column_map, &column_tail,   \
                 {partials, arrivals}, bias, residual, out_stride, residual_stride, m, n, k,     \
-                activation, group, num_whole, num_dealt);                                       \
+                activation, group, num_whole, num_dealt, weights_ready);                        \
         })
 
 #define EXPORT_BOTH(NAME, ...)                                     \

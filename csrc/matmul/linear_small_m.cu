@@ -77,8 +77,9 @@ struct Inputs {
     int64_t a_stride, b_stride;
     int m, n, k;
 
-    // Starts this lane's copies of one chunk.
-    __device__ __forceinline__ void fetch(uint32_t slot, int tile, int chunk) const {
+    // Starts this lane's copies of one chunk: of the weights, and of a where it may be read.
+    __device__ __forceinline__ void fetch(uint32_t slot, int tile, int chunk,
+                                          bool has_rows = true) const {
         const int lane = threadIdx.x % 32, row = lane / 4;
         const int64_t column = static_cast<int64_t>(chunk) * C::kChunk + lane % 4 * kVecElems<T>;
 #pragma unroll
@@ -95,7 +96,7 @@ struct Inputs {
         for (int i = 0; i < C::kColumnTiles; ++i) {
             const int64_t at = 8 * i + row;
             const T* from = a + at * a_stride + column;
-            if (at < m) {  // the places of other rows are zero from the start
+            if (at < m && has_rows) {  // the places of other rows are zero from the start
 #pragma unroll
                 for (int slice = 0; slice < C::kSlices; ++slice) {
                     copy(slot + (C::kWeights + i * C::kSlices + slice) * 512,
@@ -174,7 +175,7 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
                                                const T* b, const T* bias, const Out* residual,
                                                int64_t out_stride, int64_t a_stride,
                                                int64_t b_stride, int64_t residual_stride, int m,
-                                               int n, int k, int activation) {
+                                               int n, int k, int activation, int weights_ready) {
     uint8_t* shared = dynamic_shared();
     float* buffer = reinterpret_cast<float*>(shared + C::kRingBytes);
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
@@ -195,15 +196,29 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
     const uint32_t ring_address = shared_address(ring);
     constexpr int kSlot = C::kVectors * 32;  // in vectors
 
-    wait_for_launch_before();
+    // Weights that are ready are read under the end of the launch before. Not beside fp32, whose
+    // rows of a may begin and end anywhere.
+    const bool leads = kOverlapsLaunches && sizeof(Out) == 2 && weights_ready != 0;
+    if (!leads) {
+        wait_for_launch_before();
+    }
     Walk ahead{chunks_per_tile > 0 ? static_cast<int>(blockIdx.x) : num_tiles, first_chunk};
+    Walk first = ahead;
 #pragma unroll
     for (int stage = 0; stage < C::kStages; ++stage) {
         if (ahead.tile < num_tiles) {
-            inputs.fetch(ring_address + stage * kSlot * 16, ahead.tile, ahead.chunk);
+            inputs.fetch(ring_address + stage * kSlot * 16, ahead.tile, ahead.chunk, !leads);
             ahead.next(first_chunk, last_chunk);
         }
         cp_async_commit();
+    }
+    if (leads) {
+        wait_for_launch_before();
+        load_first_rows<C>(ring, a, a_stride, m, k, lane_idx, [&] {
+            const int chunk = first.tile < num_tiles ? first.chunk : -1;
+            first.next(first_chunk, last_chunk);
+            return chunk;
+        });
     }
 
     zero_missing_rows<C>(ring, lane_idx, m);
@@ -326,17 +341,17 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
     }
 }
 
-#define EXPORT_LINEAR_SMALL_M(NAME, T, OUT, BLOCKS, ...)                                      \
-    DESCRIBED(                                                                                \
-        NAME, "x: at most as many blocks as tiles of block_n rows of b, y: shares of k",      \
-        (facts_of<SmallM<T, __VA_ARGS__>>(BLOCKS)),                                           \
-        extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(                       \
-            OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,   \
-            const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,      \
-            int64_t residual_stride, int m, int n, int k, int activation) {                   \
-            linear_small_m<T, OUT, SmallM<T, __VA_ARGS__>>(                                   \
-                out, partials, tickets, a, b, bias, residual, out_stride, a_stride, b_stride, \
-                residual_stride, m, n, k, activation);                                        \
+#define EXPORT_LINEAR_SMALL_M(NAME, T, OUT, BLOCKS, ...)                                       \
+    DESCRIBED(                                                                                 \
+        NAME, "x: at most as many blocks as tiles of block_n rows of b, y: shares of k",       \
+        (facts_of<SmallM<T, __VA_ARGS__>>(BLOCKS)),                                            \
+        extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(                        \
+            OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,    \
+            const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,       \
+            int64_t residual_stride, int m, int n, int k, int activation, int weights_ready) { \
+            linear_small_m<T, OUT, SmallM<T, __VA_ARGS__>>(                                    \
+                out, partials, tickets, a, b, bias, residual, out_stride, a_stride, b_stride,  \
+                residual_stride, m, n, k, activation, weights_ready);                          \
         })
 
 // clang-format off

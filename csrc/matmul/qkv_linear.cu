@@ -27,10 +27,12 @@ namespace kernel_hub::matmul::paired {
         (paired_facts<__VA_ARGS__>(BLOCKS)),                                                       \
         extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME(          \
             T* q, T* k_cache, T* v_cache, int* flag, const T* a, const T* b, QKV_TABLES(T),        \
-            QKV_STRIDES, int64_t a_stride, int64_t b_stride, int m, int k, QKV_NUMBERS) {          \
+            QKV_STRIDES, int64_t a_stride, int64_t b_stride, int m, int k, QKV_NUMBERS,            \
+            int weights_ready) {                                                                   \
             const HeadRows heads{head_dim, rotary_dim, paired_dim, is_interleaved};                \
             BODY<T, __VA_ARGS__>(QkvEnding<T>{QKV_ENDING(heads)}, heads, a, b, a_stride, b_stride, \
-                                 m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k);          \
+                                 m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k,           \
+                                 weights_ready);                                                   \
         })
 
 // clang-format off

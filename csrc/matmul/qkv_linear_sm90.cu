@@ -279,7 +279,7 @@ struct QkvEndingSm90 : QkvEnding<T> {
              const __grid_constant__ CUtensorMap a_tail,                                           \
              const __grid_constant__ CUtensorMap b_map, QKV_TABLES(T), QKV_STRIDES, int m, int k,  \
              QKV_NUMBERS, int pairs_per_run, int run_blocks, int block_step, int block_distance,   \
-             int groups_per_block, int box_rows, int group) {                                      \
+             int groups_per_block, int box_rows, int group, int weights_ready) {                   \
             [[maybe_unused]] const PairedBoxes swapped_boxes{&b_map, groups_per_block, box_rows};  \
             const BlockBoxes block_boxes{&b_map, pairs_per_run, run_blocks, block_step,            \
                                          block_distance};                                          \
@@ -287,7 +287,7 @@ struct QkvEndingSm90 : QkvEnding<T> {
                 QkvEndingSm90<T>{{QKV_ENDING(head_dim, rotary_dim, paired_dim, is_interleaved)},   \
                                  block_boxes},                                                     \
                 &a_map, &a_tail, BOXES, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k,    \
-                group);                                                                            \
+                group, weights_ready);                                                             \
         })
 
 #define EXPORT_BOTH(NAME, BOXES, ...)                                     \

@@ -28,10 +28,10 @@ namespace kernel_hub::matmul::paired {
         extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME(         \
             T* out, const T* a, const T* b, int64_t out_stride, int64_t a_stride,                 \
             int64_t b_stride, int m, int columns, int k, int half_rows, int kind, float alpha,    \
-            float limit) {                                                                        \
+            float limit, int weights_ready) {                                                     \
             BODY<T, __VA_ARGS__>(GatedEnding<T>(out, out_stride, m, columns, kind, alpha, limit), \
                                  GateUpRows{columns, half_rows}, a, b, a_stride, b_stride, m,     \
-                                 (columns + 7) / 8, k);                                           \
+                                 (columns + 7) / 8, k, weights_ready);                            \
         })
 
 // clang-format off

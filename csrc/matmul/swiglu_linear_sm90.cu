@@ -122,10 +122,12 @@ struct GatedEndingSm90 : GatedEnding<T> {
         NAME(T* out, const __grid_constant__ CUtensorMap a_map,                                    \
              const __grid_constant__ CUtensorMap a_tail,                                           \
              const __grid_constant__ CUtensorMap b_map, int64_t out_stride, int m, int columns,    \
-             int k, int box_rows, int group, int kind, float alpha, float limit) {                 \
+             int k, int box_rows, int group, int kind, float alpha, float limit,                   \
+             int weights_ready) {                                                                  \
             paired_linear_sm90<T, PairedConfig<__VA_ARGS__>>(                                      \
                 GatedEndingSm90<T>(out, out_stride, m, columns, kind, alpha, limit), &a_map,       \
-                &a_tail, PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);    \
+                &a_tail, PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group,     \
+                weights_ready);                                                                    \
         })
 
 #define EXPORT_BOTH(NAME, ...)                                           \

@@ -50,6 +50,9 @@ class Model:
         self.num_heads = c.num_heads // group.world
         self.num_kv_heads = max(1, c.num_kv_heads // group.world)
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
+        self._product = {**self._how, "weights_ready": True}  # nothing writes them again
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         # As models' own code rounds it.
         scale = torch.tensor(c.embed_scale, dtype=self.dtype).item()
         self._embed_scale = None if scale == 1.0 else scale
@@ -97,7 +100,7 @@ class Model:
             if not len(b.rows):  # chunks of prompts alone
                 return x[:0]
             x = ops.embedding(b.rows, x)  # a gather
-        return ops.linear(self._normed(x, w.norm), w.head, out_dtype=torch.float32, **self._how)
+        return ops.linear(self._normed(x, w.norm), w.head, out_dtype=torch.float32, **self._product)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """x itself where the family has no norm there."""
@@ -114,7 +117,7 @@ class Model:
         is_first, c = self.group.rank == 0, self.config
         residual = x if is_first and post_norm is None else None
         y = self.group.add(
-            ops.linear(a, weight, bias if is_first else None, residual=residual, **self._how)
+            ops.linear(a, weight, bias if is_first else None, residual=residual, **self._product)
         )
         if post_norm is None:
             return y
@@ -147,7 +150,7 @@ class Model:
         else:
             q, _, _ = ops.qkv_linear(
                 h, own.qkv, own.qkv_bias, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-                k_cache=pages[0], v_cache=pages[1], **more, **self._how,
+                k_cache=pages[0], v_cache=pages[1], **more, **self._product,
             )  # fmt: skip
         return q.flatten(0, -3)
 
@@ -155,7 +158,7 @@ class Model:
         """Queries, keys and values by heads; where a norm is of all heads at once, normed."""
         c, group = self.config, self.group
         sizes = [n * c.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        q, k, v = ops.linear(h, own.qkv, own.qkv_bias, **self._how).split(sizes, -1)
+        q, k, v = ops.linear(h, own.qkv, own.qkv_bias, **self._product).split(sizes, -1)
         if c.qk_norm == "whole":
             q, k = (
                 self._normed(group.columns(y), norm).chunk(group.world, -1)[group.rank]
@@ -192,14 +195,14 @@ class Model:
 
     def _mlp(self, x: torch.Tensor, h: torch.Tensor, own: LayerWeights) -> torch.Tensor:
         if own.gate_up_bias is None:
-            inner = ops.gated_linear(h, own.gate_up, self.config.activation, **self._how)
+            inner = ops.gated_linear(h, own.gate_up, self.config.activation, **self._product)
         else:
-            inner = self._activated(ops.linear(h, own.gate_up, own.gate_up_bias, **self._how))
+            inner = self._activated(ops.linear(h, own.gate_up, own.gate_up_bias, **self._product))
         return self._joined(x, inner, own.down, own.down_bias, own.norms.get("mlp_post_norm"))
 
     def _experts(self, x: torch.Tensor, h: torch.Tensor, own: LayerWeights) -> torch.Tensor:
         c = self.config
-        scores = ops.linear(h, own.router, out_dtype=torch.float32, **self._how)
+        scores = ops.linear(h, own.router, out_dtype=torch.float32, **self._product)
         shares, experts = ops.moe_route(
             scores, c.experts_per_token, renormalise=c.renormalises, **self._how
         )

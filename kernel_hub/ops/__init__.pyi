@@ -150,7 +150,7 @@ def flash_attention_qkvpacked(
 def gated_linear(
     a: Tensor, weight: Tensor, activation: str = 'silu', *, alpha: float = 1.702,
     limit: float = 7.0, interleaved: bool = False, out: Tensor | None = None,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def gelu(
@@ -210,7 +210,7 @@ def linear(
     residual: Tensor | None = None, out: Tensor | None = None,
     out_dtype: torch.dtype | None = None, a_scale: Tensor | None = None,
     b_scale: Tensor | None = None, use_fast_accum: bool = False,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
 ) -> Tensor: ...  # fmt: skip
 def log_softmax(
     x: Tensor, *, mask: Tensor | None = None, scale: float = 1.0, out: Tensor | None = None,
@@ -264,7 +264,7 @@ def qkv_linear(
     cu_seqlens: Tensor | None = None, out_q: Tensor | None = None, out_k: Tensor | None = None,
     out_v: Tensor | None = None, q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def qkv_linear(
@@ -276,7 +276,7 @@ def qkv_linear(
     cu_seqlens: Tensor | None = None, out_q: Tensor | None = None, out_k: Tensor | None = None,
     out_v: Tensor | None = None, q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
 ) -> tuple[Tensor, None, None]: ...  # fmt: skip
 @overload
 def quantize_e4m3(
@@ -382,7 +382,7 @@ def softmax(
 ) -> Tensor: ...  # fmt: skip
 def swiglu_linear(
     a: Tensor, b_gate_up: Tensor, *, out: Tensor | None = None,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def swigluoai_and_mul(

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine is torch's")
 safetensors = pytest.importorskip("safetensors.torch", reason="models are read by safetensors")
 
+from kernel_hub import ops  # noqa: E402
 from kernel_hub.engine.config import FAMILIES, ModelConfig  # noqa: E402
 from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.parallel import Group  # noqa: E402
@@ -74,6 +76,22 @@ def test_every_tensor_of_a_family_is_loaded(family: str, more: dict[str, Any]) -
         found += [x for x in own.values() if torch.is_tensor(x)]
     wanted = sum(math.prod(shape) for shape in expected(config).values())
     assert sum(x.numel() for x in found) == wanted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_are_told_that_weights_are_there(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, set[Any]] = {name: set() for name in ("linear", "gated_linear", "qkv_linear")}
+
+    def telling(name: str, op: Any, *given: Any, **more: Any) -> Any:
+        told[name].add(more.get("weights_ready"))
+        return op(*given, **more)
+
+    for name in told:
+        monkeypatch.setattr(ops, name, partial(telling, name, getattr(ops, name)))
+    assert tokens_of(Engine.random(config_of(family), device="cpu"))
+    assert told["linear"] == set().union(*told.values()) == {True}, told
 
 
 @pytest.mark.parametrize("family", FAMILIES)

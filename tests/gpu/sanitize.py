@@ -314,7 +314,7 @@ def linear(device: str) -> None:
         shapes = (m, k), (n, k), (n,), (m, n)
         a, b, bias, residual = (torch.randn(*x, device=device, dtype=dtype) for x in shapes)
         with linear_plan.TABLE.forcing(linear_plan.Row(name, {"group": 8, "deals": deals})):
-            ops.linear(a, b)
+            ops.linear(a, b, weights_ready=True)
             ops.linear(a, b, bias, activation="gelu")
             ops.linear(a, b, bias, residual=residual)
             ops.linear(a, b, bias, activation="silu", residual=residual, out=residual)
@@ -327,7 +327,7 @@ def linear(device: str) -> None:
             b = torch.randn(n, k, device=device, dtype=dtype)
             bias = torch.randn(n, device=device, dtype=dtype)
             residual = torch.randn(m, n, device=device, dtype=out_dtype)
-            ops.linear(a, b, out_dtype=out_dtype)
+            ops.linear(a, b, out_dtype=out_dtype, weights_ready=True)
             ops.linear(a, b, bias, activation="gelu", residual=residual, out=residual)
     for m, n, k in itertools.product((3, 12, 30, 300), (168, 6144), (200, 201, 4100)):
         a, b, bias = (torch.randn(*size, device=device) for size in ((m, k), (n, k), (n,)))
@@ -348,9 +348,9 @@ def swiglu_linear(device: str) -> None:
     """Every variant, over tiles that end early."""
 
     def call(m: int, dtype: torch.dtype) -> None:
-        a = torch.randn(m, 136, device=device, dtype=dtype)
-        weight = torch.randn(2 * 168, 136, device=device, dtype=dtype)
-        ops.gated_linear(a, weight, "silu" if dtype == torch.half else "gelu", interleaved=m == 5)
+        a, weight = (torch.randn(n, 136, device=device, dtype=dtype) for n in (m, 2 * 168))
+        gate, is_half = ("silu", True) if dtype == torch.half else ("gelu", False)
+        ops.gated_linear(a, weight, gate, interleaved=m == 5, weights_ready=is_half)
 
     _paired("swiglu_linear", call)
 
@@ -364,10 +364,10 @@ def qkv_linear(device: str) -> None:
         table = torch.randn(m, 32, device=device)
         tokens = torch.arange(m, device=device)
         caches = [torch.zeros(m, 4, 1, 64, device=device, dtype=dtype) for _ in range(2)]
-        for interleaved in (False, True):
+        for on in (False, True):
             ops.qkv_linear(
                 x, w, bias, table, table, tokens, num_heads=5, num_kv_heads=1, k_cache=caches[0],
-                v_cache=caches[1], slot_mapping=tokens * 3, interleaved=interleaved,
+                v_cache=caches[1], slot_mapping=tokens * 3, interleaved=on, weights_ready=on,
             )  # fmt: skip
 
     _paired("qkv_linear", call)

@@ -129,6 +129,24 @@ def _compile(compiler: str, options: list[str], source: Path, out: Path) -> None
     made.replace(out)
 
 
+# What a launch ahead of the next ones writes: a tensor, what was there, what it leaves.
+_before: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+
+@contextlib.contextmanager
+def written_just_ahead(tensor: torch.Tensor, old: torch.Tensor) -> Iterator[None]:
+    """Within, `tensor` is written by a launch just ahead of every other: a thread that has not
+    waited for it finds `old` there."""
+    global _before
+    assert tensor.is_contiguous() and old.is_contiguous() and old.nbytes == tensor.nbytes
+    _before = tensor, old, tensor.clone()
+    try:
+        yield
+    finally:
+        tensor.copy_(_before[2])
+        _before = None
+
+
 class EmulatedFunction:
     """One kernel; called like a KernelFunction with CPU tensors."""
 
@@ -166,6 +184,11 @@ class EmulatedFunction:
         integers = [0 if p is None else p for p in params if not isinstance(p, float)]
         integers = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in integers]
         floats = [p for p in params if isinstance(p, float)]
+        before = [] if _before is None else [*_before]
+        self._library.emulator_launch_before(
+            *(ctypes.c_void_p(x.data_ptr()) for x in before or [torch.empty(0)] * 3),
+            ctypes.c_uint64(before[0].nbytes if before else 0),
+        )
         error = self._library.emulator_launch(
             self._address,
             (ctypes.c_uint * 3)(*gridDim),

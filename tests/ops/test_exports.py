@@ -296,7 +296,7 @@ def test_linear(chosen: set[str]) -> None:
             for dtype, m, (n, k), wide in itertools.product(DTYPES, rows, weights, [0, 1]):
                 a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
                 out = meta(m, n, dtype=torch.float32 if wide else dtype)
-                launch.plan_launch(a, b, None, 0, None, False, out)
+                launch.plan_launch(a, b, None, 0, None, False, False, out)
     assert chosen == exported_linear()
 
 

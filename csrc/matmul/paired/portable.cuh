@@ -50,7 +50,8 @@ constexpr LaunchFacts paired_facts(int blocks_per_sm) {
 template <typename T, typename C, typename Rows, typename Ending>
 __device__ __forceinline__ void paired_linear(const Ending& ending, const Rows& rows_of_b,
                                               const T* a, const T* b, int64_t a_stride,
-                                              int64_t b_stride, int m, int num_groups, int k) {
+                                              int64_t b_stride, int m, int num_groups, int k,
+                                              int /*weights_ready*/) {
     const uint32_t ring = shared_address(dynamic_shared());
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     constexpr int kTileGroups = C::kBlockN / 16;

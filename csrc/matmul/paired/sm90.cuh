@@ -105,7 +105,7 @@ template <typename C, typename Boxes>
 __device__ __forceinline__ void produce_paired(const Operand& a, const Boxes& boxes,
                                                const Raster& raster, uint32_t ring_base,
                                                uint32_t full, uint32_t empty, uint32_t rank,
-                                               int first_step, int num_steps) {
+                                               int first_step, int num_steps, bool leads) {
     // Blocks of a cluster have rows of their own and share columns.
     constexpr int kShareN = C::kBlockN / C::kClusterM;
     constexpr uint16_t kMask = (1 << C::kClusterM) - 1;
@@ -123,21 +123,38 @@ __device__ __forceinline__ void produce_paired(const Operand& a, const Boxes& bo
         const int first = C::kSwaps ? tile_n * C::kBlockN : row, own = C::kSwaps ? column : row;
         const CUtensorMap* a_map = a.template share<kShare>(own);
         const uint32_t bytes = C::kStageBytes - kTile * kRowBytes + a.template bytes<kTile>(first);
+        const uint32_t own_columns = C::kTileBytesM + rank * kShareN * kRowBytes;
+        const auto fetch_weights = [&](uint32_t stage, uint32_t barrier, int x) {
+            if constexpr (C::kSwaps) {
+                fetch_boxes<C::kBlockM, false>(boxes, walk, stage, barrier, x, 0);
+            } else {
+                fetch_boxes<kShareN, (C::kClusterM > 1)>(boxes, walk, stage + own_columns, barrier,
+                                                         x, kMask);
+            }
+        };
+        const auto fetch_rows = [&](uint32_t stage, uint32_t barrier, int x) {
+            Operand::fetch<(C::kSwaps && C::kClusterM > 1)>(
+                a_map, stage + (C::kSwaps ? own_columns : 0), barrier, x, own, kMask);
+        };
+        int step = 0;
+        if (leads) {
+            leads = false;
+            fill_ring<C>(ring, ring_base, full, bytes, first_step, step, num_steps, fetch_weights,
+                         fetch_rows);
+        }
 #pragma unroll 1
-        for (int step = 0; step < num_steps; ++step) {
+        for (; step < num_steps; ++step) {
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
             const uint32_t barrier = full + 8 * ring.stage;
             mbarrier_arrive_expect_tx(barrier, bytes);
-            const uint32_t to_rows = ring_base + ring.stage * C::kStageBytes;
-            const uint32_t to_columns = to_rows + C::kTileBytesM + rank * kShareN * kRowBytes;
+            const uint32_t stage = ring_base + ring.stage * C::kStageBytes;
             const int x = (first_step + step) * kBlockK;
             if constexpr (C::kSwaps) {
-                fetch_boxes<C::kBlockM, false>(boxes, walk, to_rows, barrier, x, 0);
-                Operand::fetch<(C::kClusterM > 1)>(a_map, to_columns, barrier, x, own, kMask);
+                fetch_weights(stage, barrier, x);
+                fetch_rows(stage, barrier, x);
             } else {
-                Operand::fetch<false>(a_map, to_rows, barrier, x, own, 0);
-                fetch_boxes<kShareN, (C::kClusterM > 1)>(boxes, walk, to_columns, barrier, x,
-                                                         kMask);
+                fetch_rows(stage, barrier, x);
+                fetch_weights(stage, barrier, x);
             }
             ring.next();
         }
@@ -246,7 +263,8 @@ __device__ __forceinline__ bool merge_splits(float (&acc)[C::kSums], uint32_t su
 template <typename T, typename C, typename Ending, typename Boxes>
 __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const CUtensorMap* a_map,
                                                    const CUtensorMap* a_tail, const Boxes& boxes,
-                                                   int m, int num_groups, int k, int group) {
+                                                   int m, int num_groups, int k, int group,
+                                                   int weights_ready) {
     static_assert(C::kSplits == 1 ||
                       (C::kSwaps && C::kConsumers == 1 && C::kSharers == 1 && 4 % C::kSplits == 0),
                   "blocks share the k of one swapped tile a cluster, whose 4 warps they finish");
@@ -269,7 +287,10 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
         fence_mbarrier_init();
     }
     await_barriers<(C::kClusterSize > 1)>();
-    wait_for_launch_before();
+    const bool leads = weights_ready != 0;  // then the producer waits where it is right
+    if (warpgroup != 0 || !leads) {
+        wait_for_launch_before();
+    }
 
     const int num_rows = C::kSwaps ? 16 * num_groups : m;
     const int num_columns = C::kSwaps ? m : 16 * num_groups;
@@ -286,7 +307,7 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
         }
         if (warp_index() == 0 && elect_one()) {
             produce_paired<C>({a_map, a_tail, m}, boxes, raster, ring_base, full, empty, rank,
-                              first_step, num_steps);
+                              first_step, num_steps, leads);
         }
         attend_sums<(C::kSplits > 1)>();
     } else {

@@ -62,7 +62,7 @@ template <typename T, typename C, typename Rows, typename Ending>
 __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, const Rows& rows_of_b,
                                                       const T* a, const T* b, int64_t a_stride,
                                                       int64_t b_stride, int m, int num_groups,
-                                                      int k) {
+                                                      int k, int weights_ready) {
     uint8_t* shared = dynamic_shared();
     float* buffer = reinterpret_cast<float*>(shared + C::kRingBytes);
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
@@ -78,8 +78,8 @@ __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, cons
         num_groups, warp_idx, warp_idx,
         num_chunks};
     ahead.find_rows();
-    // Starts this lane's copies of one chunk.
-    const auto fetch = [&](int stage) {
+    // Starts this lane's copies of one chunk: of the weights, and of a where it may be read.
+    const auto fetch = [&](int stage, bool has_rows) {
         if (ahead.group < num_groups) {
             const uint32_t slot = ring_address + stage * kSlot * 16;
             const int64_t column = static_cast<int64_t>(ahead.chunk) * C::kChunk + lane_idx % 4 * 8;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, cons
 #pragma unroll
             for (int i = 0; i < C::kColumnTiles; ++i) {
                 const int row = 8 * i + lane_idx / 4;
-                if (row < m) {  // the places of other rows are zero from the start
+                if (row < m && has_rows) {  // the places of other rows are zero from the start
 #pragma unroll
                     for (int slice = 0; slice < C::kSlices; ++slice) {
                         const int64_t at = column + slice * C::kSlice;
@@ -108,10 +108,23 @@ __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, cons
         }
         cp_async_commit();
     };
-    wait_for_launch_before();
+    // Weights that are ready are read under the end of the launch before.
+    const bool leads = kOverlapsLaunches && weights_ready != 0;
+    PairedWalk<Rows> first = ahead;
+    if (!leads) {
+        wait_for_launch_before();
+    }
 #pragma unroll
     for (int stage = 0; stage < C::kStages; ++stage) {
-        fetch(stage);
+        fetch(stage, !leads);
+    }
+    if (leads) {
+        wait_for_launch_before();
+        load_first_rows<C>(ring, a, a_stride, m, k, lane_idx, [&] {
+            const int chunk = first.group < num_groups ? first.chunk : -1;
+            first.next(C::kWarps);
+            return chunk;
+        });
     }
     ending.prepare_few();
     allow_next_launch();  // all blocks are resident: what begins takes nothing from them
@@ -136,7 +149,7 @@ __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, cons
                     mma_m16n8k16<T>(sums[j], second, input.z, input.w);
                 }
             }
-            fetch(stage);
+            fetch(stage, true);
             stage = stage + 1 == C::kStages ? 0 : stage + 1;
         }
 

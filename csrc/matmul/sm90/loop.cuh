@@ -75,12 +75,38 @@ struct Operand {
     }
 };
 
-// base_step: the first of this block's part of k, where the blocks of a cluster share it.
-template <typename C>
+// Fills an empty ring with the steps from `step` on, as far as it goes: the weights of all, and,
+// behind the launch before, the rows of a. Both as fetch(stage's address, its barrier, column of
+// k); step becomes the first that is left.
+template <typename C, typename FetchWeights, typename FetchRows>
+__device__ __forceinline__ void fill_ring(Ring<C::kStages>& ring, uint32_t ring_base, uint32_t full,
+                                          uint32_t bytes, int base_step, int& step, int end_step,
+                                          const FetchWeights& fetch_weights,
+                                          const FetchRows& fetch_rows) {
+    const int first = step, count = min(end_step - first, C::kStages);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        mbarrier_arrive_expect_tx(full + 8 * i, bytes);
+        fetch_weights(ring_base + i * C::kStageBytes, full + 8 * i,
+                      (base_step + first + i) * kBlockK);
+    }
+    wait_for_launch_before();
+#pragma unroll 1
+    for (; step < first + count; ++step) {
+        fetch_rows(ring_base + ring.stage * C::kStageBytes, full + 8 * ring.stage,
+                   (base_step + step) * kBlockK);
+        ring.next();
+    }
+}
+
+// base_step: the first of this block's part of k, where the blocks of a cluster share it. leads:
+// this thread has not waited for the launch before, and none that has not ended writes the weights.
+template <typename C, bool kMayLead = false>
 __device__ __forceinline__ void produce(const Operand& rows, const Operand& columns,
                                         const Raster& raster, Schedule schedule, uint32_t ring_base,
                                         uint32_t full, uint32_t empty, uint32_t rank, int base_step,
-                                        const CUtensorMap* residual_map = nullptr) {
+                                        const CUtensorMap* residual_map = nullptr,
+                                        bool leads = false) {
     const int rank_m = rank % C::kClusterM, rank_n = rank / C::kClusterM % C::kClusterN;
     constexpr int kShareM = C::kBlockM / C::kClusterN, kShareN = C::kBlockN / C::kClusterM;
     // Blocks of one row of the cluster share rows, those of one column share columns.
@@ -105,8 +131,33 @@ __device__ __forceinline__ void produce(const Operand& rows, const Operand& colu
         const CUtensorMap* column_map = columns.template share<kShareN>(own_column);
         const uint32_t bytes =
             rows.template bytes<C::kBlockM>(row) + columns.template bytes<C::kBlockN>(column);
+        int first_step = segment.first_step;
+        if constexpr (kMayLead) {
+            if (leads) {
+                leads = false;
+                const auto fetch_rows = [&](uint32_t stage, uint32_t barrier, int x) {
+                    Operand::fetch<(C::kClusterN > 1)>(row_map,
+                                                       stage + rank_n * kShareM * kRowBytes,
+                                                       barrier, x, own_row, row_mask);
+                };
+                const auto fetch_columns = [&](uint32_t stage, uint32_t barrier, int x) {
+                    Operand::fetch<(C::kClusterM > 1)>(
+                        column_map, stage + C::kTileBytesM + rank_m * kShareN * kRowBytes, barrier,
+                        x, own_column, column_mask);
+                };
+                const auto fill = [&](const auto& weights, const auto& others) {
+                    fill_ring<C>(ring, ring_base, full, bytes, base_step, first_step,
+                                 segment.end_step, weights, others);
+                };
+                if constexpr (C::kSwaps) {
+                    fill(fetch_rows, fetch_columns);
+                } else {
+                    fill(fetch_columns, fetch_rows);
+                }
+            }
+        }
 #pragma unroll 1
-        for (int step = segment.first_step; step < segment.end_step; ++step) {
+        for (int step = first_step; step < segment.end_step; ++step) {
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
             const uint32_t barrier = full + 8 * ring.stage;
             mbarrier_arrive_expect_tx(barrier, bytes);

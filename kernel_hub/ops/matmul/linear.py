@@ -23,6 +23,7 @@ def linear(
     out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False, deterministic: bool | Literal["batch"] = False,
+    weights_ready: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by a weight matrix, add a bias, activate, add a residual.
 
@@ -51,6 +52,11 @@ def linear(
         scales of blocks every 128).
     deterministic: "batch": a row's bits depend on it alone, not on how many there are (nor are sums
         of e4m3 fast). The same inputs give the same bits with any value.
+    weights_ready: a promise that nothing ahead in the stream still writes b: what wrote it has
+        ended, or a launch in between waits for all before it, as torch's own do. Then b may be read
+        under the end of the launch before (compute capability 9.0, results of 16 bits): the same
+        bits, sooner. Where that launch, or one that it did not wait for, does write b, what was
+        there before may be read.
 
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
@@ -59,6 +65,8 @@ def linear(
     if use_fast_accum is not False:
         common.check_flag(_OP, "use_fast_accum", use_fast_accum)
     batch_invariant = deterministic is not False and common.is_batch(_OP, deterministic)
+    if weights_ready is not False:
+        common.check_flag(_OP, "weights_ready", weights_ready)
     dtype = getattr(a, "dtype", None)
     if dtype is fp8.DTYPE or a_scale is not None or b_scale is not None or use_fast_accum:
         scales = (a_scale, b_scale, use_fast_accum)
@@ -67,15 +75,15 @@ def linear(
         )
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    inputs = (a, b, bias, code, residual, batch_invariant)
+    inputs = (a, b, bias, code, residual, batch_invariant, bool(weights_ready))
     return _product.call(
         _cuda_into, _cpu_into, inputs, (a, b), (bias, residual, out), out, out_dtype
     )
 
 
 def _check(
-    a: Any, b: Any, bias: Any, activation: int, residual: Any, batch_invariant: bool, out: Any,
-    out_dtype: Any,
+    a: Any, b: Any, bias: Any, activation: int, residual: Any, batch_invariant: bool,
+    weights_ready: bool, out: Any, out_dtype: Any,
 ) -> None:  # fmt: skip
     common.check_tensor(_OP, "a", a)
     if a.is_floating_point() and a.dtype.itemsize == 1:  # e4m3 is not for here
@@ -110,15 +118,15 @@ TABLE.on_change(_plans.clear)
 
 def _cuda_into(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    residual: torch.Tensor | None, batch_invariant: bool, out: torch.Tensor | None,
-    is_given: bool = True, out_dtype: torch.dtype | None = None,
+    residual: torch.Tensor | None, batch_invariant: bool, weights_ready: bool,
+    out: torch.Tensor | None, is_given: bool = True, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    inputs = (a, b, bias, activation, residual, batch_invariant)
+    inputs = (a, b, bias, activation, residual, batch_invariant, weights_ready)
     tensors = (a, b, bias, residual)
     at: tuple[int, ...] = (a.data_ptr(), b.data_ptr())
     key = (
         a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
-        (at[0] | at[1]) & 15, activation, batch_invariant,
+        (at[0] | at[1]) & 15, activation, batch_invariant, weights_ready,
         None if bias is None else (bias.dtype, bias.shape, bias.stride()),
         None if residual is None else (residual.dtype, residual.shape, residual.stride()),
         out_dtype if out is None else (out.dtype, out.shape, out.stride()),
@@ -133,16 +141,18 @@ def _cuda_into(
 
 def _cpu_into(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    residual: torch.Tensor | None, batch_invariant: bool, out: torch.Tensor | None,
-    is_given: bool = True, out_dtype: torch.dtype | None = None,
+    residual: torch.Tensor | None, batch_invariant: bool, weights_ready: bool,
+    out: torch.Tensor | None, is_given: bool = True, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The same on the CPU, by torch, whose products may depend on the batch."""
-    inputs = (a, b, bias, activation, residual, batch_invariant)
+    inputs = (a, b, bias, activation, residual, batch_invariant, weights_ready)
     out = _product.on_cpu(inputs, (a, b, bias, residual), out, is_given, out_dtype)
     return out.copy_(finish(a.float() @ b.float().T, bias, activation, residual))
 
 
 _product.register(
-    _OP, "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual, bool batch_invariant",
+    _OP,
+    "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual, bool batch_invariant, "
+    "bool weights_ready",
     _cuda_into, _cpu_into,
 )  # fmt: skip

@@ -69,7 +69,7 @@ class LinearLaunch:
 
 def plan_launch(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    residual: torch.Tensor | None, batch_invariant: bool, out: torch.Tensor,
+    residual: torch.Tensor | None, batch_invariant: bool, weights_ready: bool, out: torch.Tensor,
 ) -> LinearLaunch:  # fmt: skip
     """Choose the kernel and its integer parameters for tensors that were checked."""
     if out.numel() == 0:
@@ -118,16 +118,18 @@ def plan_launch(
     may_overlap = choice.overlaps and overlaps_launches(capability) and choice.cubin != "linear"
     options = {"programmatic": True} if may_overlap else {}
     last = (residual_stride, m, n, k, activation)
+    leads = int(weights_ready and may_overlap)
     if choice.boxes is None:
-        return LinearLaunch(
-            function, choice, (out_stride, a_stride, b_stride, *last), options=options
-        )
+        numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, *last)
+        if choice.cubin == "linear_small_m":
+            numbers = (*numbers, leads)
+        return LinearLaunch(function, choice, numbers, options=options)
     sides = (m, k, a_stride), (n, k, b_stride)
     boxes = operand_boxes(choice, *sides)
     out_boxes = residual_boxes = None
     if choice.out_box_rows and out.dtype == a.dtype:
         out_boxes, residual_boxes = result_boxes(choice, m, n, out_stride, residual_stride)
-    numbers = (out_stride, *last, choice.group, choice.num_whole, choice.num_dealt)
+    numbers = (out_stride, *last, choice.group, choice.num_whole, choice.num_dealt, leads)
     return LinearLaunch(function, choice, numbers, boxes, out_boxes, residual_boxes, options)
 
 

@@ -29,6 +29,7 @@ class Gating(NamedTuple):
     limit: float = 0.0
     interleaved: bool = False
     batch_invariant: bool = False
+    weights_ready: bool = False
 
 
 _SILU = Gating()
@@ -36,7 +37,7 @@ _SILU = Gating()
 
 def swiglu_linear(
     a: torch.Tensor, b_gate_up: torch.Tensor, *, out: torch.Tensor | None = None,
-    deterministic: bool | Literal["batch"] = False,
+    deterministic: bool | Literal["batch"] = False, weights_ready: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by the gate and up weights of a SwiGLU layer, and join the two.
 
@@ -50,6 +51,7 @@ def swiglu_linear(
         and device of a; rows as those of a.
     out: (..., i), dtype and device of a; must not overlap a or b_gate_up.
     deterministic: "batch": a row's bits depend on it alone, not on how many there are.
+    weights_ready: a promise that no launch just ahead writes the weights, as of `linear`.
 
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit. Other
@@ -57,8 +59,10 @@ def swiglu_linear(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     how = _SILU
-    if deterministic is not False and common.is_batch(_swiglu.op, deterministic):
-        how = how._replace(batch_invariant=True)
+    if deterministic is not False or weights_ready is not False:
+        common.check_flag(_swiglu.op, "weights_ready", weights_ready)
+        batch_invariant = common.is_batch(_swiglu.op, deterministic)
+        how = how._replace(batch_invariant=batch_invariant, weights_ready=bool(weights_ready))
     result: torch.Tensor = _swiglu(a, b_gate_up, how, out)
     return result
 
@@ -66,7 +70,7 @@ def swiglu_linear(
 def gated_linear(
     a: torch.Tensor, weight: torch.Tensor, activation: str = "silu", *, alpha: float = 1.702,
     limit: float = 7.0, interleaved: bool = False, out: torch.Tensor | None = None,
-    deterministic: bool | Literal["batch"] = False,
+    deterministic: bool | Literal["batch"] = False, weights_ready: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by the gate and up weights of a gated layer, and join the two.
 
@@ -87,6 +91,7 @@ def gated_linear(
         gpt-oss' checkpoints; otherwise those of the gate are before those of up.
     out: (..., i), dtype and device of a; must not overlap a or weight.
     deterministic: "batch": a row's bits depend on it alone, not on how many there are.
+    weights_ready: a promise that no launch just ahead writes the weights, as of `linear`.
 
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
@@ -97,9 +102,9 @@ def gated_linear(
     kind = common.check_choice(op, "activation", activation, _KINDS)
     alpha = common.check_number(op, "alpha", alpha)
     limit = common.check_number(op, "limit", limit, least=0.0)
-    common.check_flag(op, "interleaved", interleaved)
+    common.check_flags(op, interleaved=interleaved, weights_ready=weights_ready)
     batch_invariant = deterministic is not False and common.is_batch(op, deterministic)
-    how = Gating(kind, alpha, limit, bool(interleaved), batch_invariant)
+    how = Gating(kind, alpha, limit, bool(interleaved), batch_invariant, bool(weights_ready))
     return _gated(a, weight, how, out)
 
 
@@ -117,11 +122,11 @@ class GatedProduct:
         self.plans: Plans[tuple[Launch, common.Spans, Any]] = Plans()
         TABLES[_KERNELS].on_change(self.plans.clear)
         asked = "" if gate else ", int activation, float alpha, float limit, bool interleaved"
-        asked += ", bool batch_invariant"
-        count = 1 if gate else 5
+        asked += ", bool batch_invariant, bool weights_ready"
+        count = 2 if gate else 6
 
         def gating(given: tuple[Any, ...]) -> Gating:
-            return gate._replace(batch_invariant=given[0]) if gate else Gating(*given[:5])
+            return Gating(*gate[:4], *given[:2]) if gate else Gating(*given[:6])
 
         # By their names at each call: a test gives one another's.
         def cuda(a: Any, b: Any, *given: Any) -> None:
@@ -138,7 +143,7 @@ class GatedProduct:
     def __call__(self, a: Any, b: Any, how: Gating, out: Any) -> Any:
         if not self.operands.are_plain((a, b), (out,)):
             self.check(a, b, out)
-            return self.registered.run((a, b, *(how[-1:] if self.gate else how)), out)
+            return self.registered.run((a, b, *(how[-2:] if self.gate else how)), out)
         try:
             made = (cuda_into if a.is_cuda else cpu_into)(self, a, b, how, out, out is not None)
         except common.FOREIGN:
@@ -177,13 +182,14 @@ class GatedProduct:
         # From a row of b to the next of the gate, and to that of up.
         step, half = (2, 1) if how.interleaved else (1, columns)
         ending = how[:3]
+        gpu = device_of(a.device)
+        leads = int(how.weights_ready and gpu.overlaps_launches)
         # Rows that overlap, or an expanded one: pointers, no tensor maps.
         has_maps = columns % 8 == 0 and (m == 1 or a_stride >= k) and b_stride >= k
-        gpu = device_of(a.device).gpu
-        choice = choose(_KERNELS, gpu, m, n, k, has_maps, False, how.batch_invariant)
+        choice = choose(_KERNELS, gpu.gpu, m, n, k, has_maps, False, how.batch_invariant)
         if choice.tile is None:
             strides = (out_stride, a_stride, b_stride)
-            return launch_of(_KERNELS, choice, a, (*strides, m, columns, k, half, *ending))
+            return launch_of(_KERNELS, choice, a, (*strides, m, columns, k, half, *ending, leads))
         share = choice.tile.b_share
         # 8 rows of the gate, the 8 of up beside them, the next 8 of the gate, ...
         group = 8 * step * b_stride
@@ -192,7 +198,7 @@ class GatedProduct:
             (group, group, half * b_stride, step * b_stride, 1),
             (1, share // GROUP_ROWS, 2, 8, BLOCK_K),
         )
-        numbers = (out_stride, m, columns, k, share, choice.group, *ending)
+        numbers = (out_stride, m, columns, k, share, choice.group, *ending, leads)
         boxes = *row_boxes(choice, m, k, a_stride), b_boxes
         return launch_of(_KERNELS, choice, a, numbers, *boxes)
 

@@ -23,7 +23,9 @@ def into(given: QkvGiven) -> None:
     """Project, then norm, rotate and write; the projections are rounded in between."""
     x, k_cache, v_cache = given.x, given.k_cache, given.v_cache
     deterministic: Literal["batch", False] = "batch" if given.batch_invariant else False
-    joint = linear(x, given.w_qkv, given.bias, deterministic=deterministic)
+    joint = linear(
+        x, given.w_qkv, given.bias, deterministic=deterministic, weights_ready=given.weights_ready
+    )
     heads = joint.view(*x.shape[:-1], given.total_heads, given.head_dim)
     out_q, positions = given.out_q, given.positions
     if k_cache is None:

@@ -39,6 +39,7 @@ class QkvGiven(NamedTuple):
     eps: Any = 1e-6
     weight_offset: Any = 0.0
     batch_invariant: bool = False
+    weights_ready: bool = False
 
     @property
     def tensors(self) -> tuple[Any, ...]:

@@ -45,6 +45,7 @@ def qkv_linear(
     out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6, weight_offset: float = 0.0, deterministic: bool | Literal["batch"] = False,
+    weights_ready: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Project tokens to queries, keys and values, rotate, and write keys and values to a cache.
 
@@ -83,6 +84,7 @@ def qkv_linear(
         `append_kv` has it; without a cache neither with cu_seqlens nor with cache_seqlens.
     deterministic: "batch": a token's bits depend on it alone, not on how many there are: one way
         for any number of them.
+    weights_ready: a promise that no launch just ahead writes w_qkv, as of `linear`.
 
     Returns (out_q, out_k, out_v); with a cache the last two are None. Rows of out_q whose token is
     outside every sequence, or of a finished one, are not written. A CUDA tensor runs a shipped
@@ -104,6 +106,8 @@ def qkv_linear(
     )  # fmt: skip
     plain = _operands.are_plain((x, w_qkv), optional)
     batch_invariant = deterministic is not False and common.is_batch(OP, deterministic)
+    if weights_ready is not False:
+        common.check_flag(OP, "weights_ready", weights_ready)
     written = [out for out in (k_cache, v_cache, out_q, out_k, out_v) if out is not None]
     if not (q_norm_weight is k_norm_weight is None):
         eps, weight_offset = norm_numbers(OP, eps, weight_offset)
@@ -124,6 +128,7 @@ def qkv_linear(
     values = (
         x, w_qkv, *optional[:10], out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
         rotary_dim, q_norm_weight, k_norm_weight, eps, weight_offset, batch_invariant,
+        bool(weights_ready),
     )  # fmt: skip
     if not plain:
         if not _is_tracing():
@@ -216,9 +221,8 @@ def _plan(given: QkvGiven) -> Launch:
     is_spaced = (m == 1 or x_stride >= k) and w_stride >= k
     may_part = is_spaced and qkv_apart.may_part(given)
     has_maps = is_spaced and _fits_hopper(given)
-    choice = choose(
-        OP, device_of(x.device).gpu, m, rows, k, has_maps, may_part, given.batch_invariant
-    )
+    gpu = device_of(x.device)
+    choice = choose(OP, gpu.gpu, m, rows, k, has_maps, may_part, given.batch_invariant)
     if choice is APART:
         return Launch(APART)
     if k_cache is None:  # page_size 0: keys and values lie as tokens do
@@ -245,14 +249,15 @@ def _plan(given: QkvGiven) -> Launch:
         0 if positions is None else positions.element_size(),
         0 if slots is None else slots.element_size(),
     )  # fmt: skip
+    leads = int(given.weights_ready and gpu.overlaps_launches)
     if choice.tile is None:
-        return launch_of(OP, choice, x, (*strides, x_stride, w_stride, *sizes))
+        return launch_of(OP, choice, x, (*strides, x_stride, w_stride, *sizes, leads))
     boxes, blocks = (1, 16), (1, 0, 1, 1)
     if choice.tile.swaps:
         boxes, b_boxes = _swapped_boxes(given, choice.tile.b_share, w_stride)
     else:
         blocks, b_boxes = _block_boxes(given, w_stride)
-    numbers = (*strides, *sizes, *blocks, *boxes, choice.group)
+    numbers = (*strides, *sizes, *blocks, *boxes, choice.group, leads)
     return launch_of(OP, choice, x, numbers, *row_boxes(choice, m, k, x_stride), b_boxes)
 
 
@@ -270,7 +275,7 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     ]
     key = (
         low_bits & 15, x.device, w.device, given.num_heads, given.num_kv_heads, given.interleaved,
-        given.rotary_dim, given.batch_invariant, *layout,
+        given.rotary_dim, given.batch_invariant, given.weights_ready, *layout,
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -340,6 +345,6 @@ _op = common.define_given(
     "Tensor? slot_mapping, Tensor? cu_seqlens, Tensor(c!) out_q, Tensor(d!)? out_k, "
     "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim, "
     "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, "
-    "float weight_offset=0.0, bool batch_invariant=False) -> ()",
+    "float weight_offset=0.0, bool batch_invariant=False, bool weights_ready=False) -> ()",
     QkvGiven, cuda=_cuda_into, cpu=_cpu_into, check=check,
 )  # fmt: skip

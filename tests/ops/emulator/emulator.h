@@ -21,6 +21,8 @@
 #include <utility>
 #include <vector>
 
+#include "launch_before.h"
+
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __grid_constant__
@@ -77,6 +79,7 @@ struct Fibre {
     std::vector<Copy> copies;    // started, not arrived
     std::vector<size_t> groups;  // how many of them each open group holds
     size_t ungrouped;
+    bool has_waited;  // for the launch before
     alignas(16) char payload[2][kPayloadBytes];
 };
 
@@ -233,6 +236,7 @@ inline void step(int thread) {
     threadIdx.z = in_block / (blockDim.x * blockDim.y);
     blockIdx.x = cluster_first + thread / block_threads;
     Fibre& fibre = fibres[thread];
+    launch_before.show(fibre.has_waited);
     if (_setjmp(scheduler)) return;
     if (fibre.is_started) _longjmp(fibre.resume, 1);
     fibre.is_started = true;
@@ -288,6 +292,7 @@ inline void start_fibre(Fibre& fibre, char* stack) {
     fibre.copies.clear();
     fibre.groups.clear();
     fibre.ungrouped = 0;
+    fibre.has_waited = false;
     makecontext(&fibre.start, run_fibre, 0);
 }
 
@@ -362,6 +367,7 @@ extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigne
                 emulator::cluster_first = x;
                 emulator::run_cluster();
             }
+    emulator::launch_before.show(true);
     return emulator::error;
 }
 

@@ -130,9 +130,11 @@ def test_a_thousand_launches_back_to_back(way: Way) -> None:
 def test_compiled() -> None:
     a, b = torch.randn(3, 16).half(), torch.randn(8, 16).half()
     operators = torch.ops.kernel_hub
-    torch.library.opcheck(operators.swiglu_linear.default, (a, b, False))
-    torch.library.opcheck(operators.swiglu_linear_out.default, (a, b, True, a[:, :4].clone()))
-    how = (3, 1.7, 7.0, True, True)
+    torch.library.opcheck(operators.swiglu_linear.default, (a, b, False, True))
+    torch.library.opcheck(
+        operators.swiglu_linear_out.default, (a, b, True, False, a[:, :4].clone())
+    )
+    how = (3, 1.7, 7.0, True, True, True)
     torch.library.opcheck(operators.gated_linear.default, (a, b, *how))
     torch.library.opcheck(operators.gated_linear_out.default, (a, b, *how, a[:, :4].clone()))
     by_gelu = torch.compile(
