@@ -180,7 +180,7 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
             }
             if (has_chosen) {
                 from = from_key(chosen.end_search(s.search, s));
-                keep_above(chosen, from, found, p.size, team);
+                keep_above(chosen, from, p.size, team);
             } else if (s.least < s.most) {
                 has_sums = true;
                 continue;

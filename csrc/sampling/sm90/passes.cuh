@@ -196,28 +196,26 @@ __device__ __forceinline__ void sum_answers(Team& team) {
     }
 }
 
-// Keeps of the candidates, which weigh `found`, what is above `from`; others weigh nothing any
-// more, in their pieces and the row.
-__device__ __forceinline__ void keep_above(Chosen& chosen, float from, uint64_t found, int size,
-                                           Team& team) {
+// Keeps of the candidates what is above `from`; others weigh nothing any more, in their pieces and
+// the row.
+__device__ __forceinline__ void keep_above(Chosen& chosen, float from, int size, Team& team) {
     TeamShared& shared = team.shared;
     const int a_piece = Pieces::elements(size), thread_idx = threadIdx.x;
-    static_assert(kPieces <= kNumThreads);
-    if (thread_idx < kPieces) {
+    static_assert(kPieces < kNumThreads);
+    if (thread_idx <= kPieces) {
         shared.dropped_low[thread_idx] = shared.dropped_high[thread_idx] = 0;
     }
     __syncthreads();
     chosen.keep_above(from, [&](int index, uint64_t mass) {
         const int piece = index / a_piece;
         add_mass(shared.dropped_low[piece], shared.dropped_high[piece], mass);
+        add_mass(shared.dropped_low[kPieces], shared.dropped_high[kPieces], mass);
     });
-    const uint64_t kept = chosen.kept_mass(shared.s);
-    if (thread_idx < kPieces) {
-        shared.pieces[thread_idx] -= static_cast<uint64_t>(shared.dropped_high[thread_idx]) << 32 |
-                                     shared.dropped_low[thread_idx];
-    }
-    if (thread_idx == 0) {
-        shared.s.above -= found - kept;
+    __syncthreads();
+    if (thread_idx <= kPieces) {
+        uint64_t& mass = thread_idx < kPieces ? shared.pieces[thread_idx] : shared.s.above;
+        mass -= static_cast<uint64_t>(shared.dropped_high[thread_idx]) << 32 |
+                shared.dropped_low[thread_idx];
     }
     __syncthreads();
 }

@@ -45,7 +45,8 @@ struct TeamShared {
     // has weighed in all.
     uint64_t own_pieces[kPieces], own_totals[kNumWarps];
     uint64_t pieces[kPieces], totals[kPieces];
-    uint32_t dropped_low[kPieces], dropped_high[kPieces];  // words of what is not kept of them
+    // Words of what candidates that are not kept weighed there, and all of them.
+    uint32_t dropped_low[kPieces + 1], dropped_high[kPieces + 1];
     Shared s;  // of the row: the same in every block, but for the sums of warps
 
     // A four of which some may become candidates.

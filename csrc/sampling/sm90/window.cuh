@@ -39,11 +39,6 @@ __device__ __forceinline__ uint32_t last_before_of_warp(const Ruler& ruler, int 
     return high;
 }
 
-// Of a bin of equal steps of values.
-__device__ __forceinline__ float width_of(const Ruler& ruler) {
-    return 1.0f / (kNumBins - 1) / ruler.inverse;
-}
-
 // What a thread's neighbouring bins have, and all before them.
 struct OwnBins {
     uint64_t amount = 0, amount_before, of_all;  // masses, or counts
@@ -60,7 +55,6 @@ struct OwnBins {
 __device__ __forceinline__ OwnBins sum_own(Bins& bins, const Weigher& weigher, float from,
                                            bool is_guess, bool is_mass, Shared& s) {
     const Ruler ruler = s.ruler;
-    const float width = width_of(ruler);
     OwnBins own;
 #pragma unroll 1
     for (int at = own.first(); at < own.first() + own.kNum; at += 2) {
@@ -70,7 +64,7 @@ __device__ __forceinline__ OwnBins sum_own(Bins& bins, const Weigher& weigher, f
         const auto weigh = [&](int i, uint32_t count, uint32_t& word, uint32_t& upper) {
             own.count += count;
             if (is_mass && is_guess) {
-                const float middle = ruler.top - static_cast<float>(i) * width;
+                const float middle = ruler.middle(i);
                 uint64_t mass =
                     middle > from ? count * weigher.mass(fminf(middle, weigher.largest)) : 0;
                 if (i == 0 && count > 0) {
@@ -127,7 +121,7 @@ __device__ __forceinline__ Cut cut_at(const Bins& bins, const Ruler& ruler, cons
     }
     const float part = static_cast<float>(place - before) / static_cast<float>(bins.counts[i]);
     const float along = static_cast<float>(i) + (part - 0.5f);
-    return {key_of(ruler.top - along * width_of(ruler)),
+    return {key_of(ruler.top - along / (kNumBins - 1) / ruler.inverse),
             above + static_cast<uint64_t>(part * static_cast<float>(amount(i)))};
 }
 
