@@ -90,23 +90,6 @@ __device__ __forceinline__ uint64_t sum_of_bins(const Bins& bins, bool is_mass, 
     return block_sum(sum, s.mass_slots);
 }
 
-// Masses as the counts say them of what is above `from`, all of a bin as its middle: a guess.
-__device__ __forceinline__ void guess_masses(Bins& bins, const Ruler& ruler, const Weigher& weigher,
-                                             float from) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kNumBins; i += kNumThreads) {
-        const float middle = ruler.middle(i);
-        uint64_t mass =
-            middle > from ? bins.counts[i] * weigher.mass(fminf(middle, weigher.largest)) : 0;
-        if (i == 0 && bins.counts[0] > 0) {
-            mass = max(mass, uint64_t{1} << kMassBits);  // it has the largest
-        }
-        bins.low[i] = static_cast<uint32_t>(mass);
-        bins.high[i] = static_cast<uint32_t>(mass >> 32);
-    }
-    __syncthreads();
-}
-
 // Makes the window that of the bin in which the bins together meet the target, and of as many
 // around it as there is room for, if one does. By all threads.
 __device__ __forceinline__ void find_window(const Bins& bins, Shared& s) {

@@ -43,6 +43,7 @@ from .rowwise.softmax import log_softmax as log_softmax
 from .rowwise.softmax import softmax as softmax
 from .rowwise.swigluoai_and_mul import swigluoai_and_mul as swigluoai_and_mul
 from .sampling.sample import sample as sample
+from .sampling.sample_slice import sample_slice as sample_slice
 from .sampling.verify_draft import verify_draft as verify_draft
 from .sampling.verify_tree import verify_tree as verify_tree
 from .tokens.cu_seqlens import cu_seqlens as cu_seqlens
@@ -78,6 +79,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "sample",
+    "sample_slice",
     "silu_and_mul",
     "softmax",
     "swiglu_linear",

@@ -367,6 +367,14 @@ def sample(
     out_logprob: Tensor | None = None, top_n: Tensor | None = None,
     out_top_ids: Tensor | None = None, out_top_logprobs: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+def sample_slice(
+    logits: Tensor, first_token: int, *, temperature: Tensor | None = None,
+    seed: Tensor | None = None, offset: Tensor | None = None, bias: Tensor | None = None,
+    token_bitmask: Tensor | None = None, prompt_bitmask: Tensor | None = None,
+    output_counts: Tensor | None = None, repetition_penalty: Tensor | None = None,
+    presence_penalty: Tensor | None = None, frequency_penalty: Tensor | None = None,
+    softcap: float = 0.0, out: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
 @overload
 def silu_and_mul(
     x: Tensor, *, out_dtype: None = None, out: Tensor | None = None,
@@ -414,6 +422,6 @@ __all__ = [
     "flash_attention", "flash_attention_qkvpacked", "gated_linear", "gelu", "gelu_and_mul",
     "grouped_linear", "layer_norm", "linear", "log_softmax", "merge_states", "mla_decode",
     "moe_combine", "moe_permute", "moe_route", "pad_input", "qkv_linear", "quantize_e4m3",
-    "relu_squared", "rms_norm", "rope", "sample", "silu_and_mul", "softmax", "swiglu_linear",
-    "swigluoai_and_mul", "unpad_input", "verify_draft", "verify_tree",
+    "relu_squared", "rms_norm", "rope", "sample", "sample_slice", "silu_and_mul", "softmax",
+    "swiglu_linear", "swigluoai_and_mul", "unpad_input", "verify_draft", "verify_tree",
 ]  # fmt: skip

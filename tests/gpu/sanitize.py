@@ -118,9 +118,9 @@ def sample(device: str) -> None:
     shapes = [*itertools.product((1, 5, 200), (1, 33, 3000)), (2, 20000)]
     for dtype, (batch, size) in itertools.product(DTYPES, shapes):
         logits = torch.randn(batch, size, device=device, dtype=dtype)
+        ops.sample_slice(torch.cat([logits, logits * 0]), 7)
         rows = torch.arange(batch, device=device)
-        top_k = (rows % 4 * 120).int()
-        top_p = 1 - (rows % 3) * 0.2
+        top_k, top_p = (rows % 4 * 120).int(), 1 - (rows % 3) * 0.2
         words = torch.zeros(batch, -(-size // 32), dtype=torch.int32, device=device) + 0x1234567
         counts = torch.ones(batch, size, dtype=torch.int32, device=device)
         for given in ({}, {"top_k": top_k}, {"top_k": top_k, "top_p": top_p}, {"top_p": top_p}):

@@ -15,7 +15,7 @@ from call_gated import GATED
 from call_lot import Case as Case
 from call_lot import Lot as Lot
 from call_moe import MOE
-from call_sample import call_sample, call_tree, call_verify
+from call_sample import call_sample, call_slice, call_tree, call_verify
 from call_softmax import SOFTMAX
 from call_tokens import TOKENS
 
@@ -377,6 +377,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "rms_norm": _rms_norm,
     "rope": _rope,
     "sample": call_sample,
+    "sample_slice": call_slice,
     "silu_and_mul": _silu_and_mul,
     "swigluoai_and_mul": _swigluoai_and_mul,
     "verify_draft": call_verify,

@@ -1,4 +1,4 @@
-"""The calls of call_cases.py of sample and verify_draft."""
+"""The calls of call_cases.py of sample, of slices and of verify_draft."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ def call_sample(lot: Lot) -> Case:
     }
     options = {"return_logprob": True, "softcap": lot.one(0.0, 30.0)}
     return Case("sample", {**tensors, **outs}, options, tuple(outs), required=("logits",))
+
+
+def call_slice(lot: Lot) -> Case:
+    case = call_sample(lot)
+    names = (
+        "logits temperature seed offset bias token_bitmask prompt_bitmask output_counts "
+        "repetition_penalty presence_penalty frequency_penalty"
+    )
+    tensors = {name: x for name, x in case.tensors.items() if name in names.split()}
+    tensors["out"] = lot.randn(len(tensors["logits"]), 522).view(torch.int32)
+    options = {"first_token": lot.one(0, 5, 128000), "softcap": lot.one(0.0, 30.0)}
+    return Case("sample_slice", tensors, options, ("out",), required=("logits",))
 
 
 def call_tree(lot: Lot) -> Case:

@@ -35,8 +35,9 @@ def sanitize() -> ModuleType:
 ELSEWHERE = {"flash_attention", "flash_attention_qkvpacked", "decode_attention"}
 ELSEWHERE |= {"mla_decode"}
 ELSEWHERE |= {"grouped_linear", "batched_matmul"}
-# Among the cases of softmax, swiglu_linear and pad_input, whose kernels they run; of verify_draft.
-ELSEWHERE |= {"log_softmax", "gated_linear", "unpad_input", "verify_tree"}
+# Among the cases of softmax, swiglu_linear and pad_input, whose kernels they run; of verify_draft
+# and of sample.
+ELSEWHERE |= {"log_softmax", "gated_linear", "unpad_input", "verify_tree", "sample_slice"}
 
 
 def test_every_op_has_cases() -> None:

@@ -16,6 +16,36 @@ struct Changes {
     int allowed, in_prompt;
 };
 
+// A row of whole, aligned fours that nothing changes. kIsFp32: of such, else of 16 bits.
+struct PlainRow {
+    const char* logits;
+    int size, dtype;
+
+    template <bool kIsFp32>
+    __device__ __forceinline__ uint4 load(int i) const {
+        const char* at = logits + static_cast<int64_t>(i) * (kIsFp32 ? 4 : 2);
+        if constexpr (kIsFp32) {
+            return ld_global(at);
+        } else {
+            const uint2 bits = *reinterpret_cast<const uint2*>(at);
+            return make_uint4(bits.x, bits.y, 0, 0);
+        }
+    }
+
+    template <bool kIsFp32>
+    __device__ __forceinline__ void unpack(uint4 bits, float (&z)[kFour]) const {
+        if constexpr (kIsFp32) {
+            kernel_hub::unpack<float>(bits, z);
+        } else if (dtype == kFp16) {
+            Word<__half>::unpack(bits.x, z);
+            Word<__half>::unpack(bits.y, z + 2);
+        } else {
+            Word<__nv_bfloat16>::unpack(bits.x, z);
+            Word<__nv_bfloat16>::unpack(bits.y, z + 2);
+        }
+    }
+};
+
 struct Fours {
     const SampleParams& p;
     Row& row;
@@ -37,6 +67,10 @@ struct Fours {
         is_changed = p.softcap != 0.0f || p.bias || p.allowed || has_counts || has_prompt;
         is_ahead = !is_changed && (p.is_plain & kAlignedLogits);
         row.is_plain = !is_changed;
+    }
+
+    __device__ __forceinline__ PlainRow row_as_it_is() const {
+        return {row.logits, p.size, p.dtype};
     }
 
     // The bits of elements i .. i + 3.
@@ -71,14 +105,11 @@ struct Fours {
     }
 
     __device__ __forceinline__ void unpack(uint4 bits, float (&z)[kFour]) const {
+        const PlainRow plain = row_as_it_is();
         if (p.dtype == kFp32) {
-            kernel_hub::unpack<float>(bits, z);
-        } else if (p.dtype == kFp16) {
-            Word<__half>::unpack(bits.x, z);
-            Word<__half>::unpack(bits.y, z + 2);
+            plain.unpack<true>(bits, z);
         } else {
-            Word<__nv_bfloat16>::unpack(bits.x, z);
-            Word<__nv_bfloat16>::unpack(bits.y, z + 2);
+            plain.unpack<false>(bits, z);
         }
     }
 
@@ -129,6 +160,20 @@ struct Fours {
         }
     }
 
+    // Elements i .. i + 3, as they are drawn from; -inf from `end` on.
+    __device__ __forceinline__ void read(int i, int end, float (&z)[kFour]) const {
+#pragma unroll
+        for (int j = 0; j < kFour; ++j) {
+            z[j] = -kInfinity;
+        }
+        if (i < end) {
+            unpack(load(i), z);
+            if (is_changed) {
+                apply(load_changes(i), i, z);
+            }
+        }
+    }
+
     // Calls visit(index, values) of the fours first, first + step .. below `end`, in this order,
     // with kUnderWay of a thread under way. The lanes of a warp have neighbours: they go together,
     // which the compiler does not see to where visits part.
@@ -172,19 +217,13 @@ struct Fours {
     template <int kLoads, bool kIsFp32, typename Visit, typename Before>
     __device__ __forceinline__ void walk_ahead(int first, int end, int step, const Visit& visit,
                                                const Before& before) const {
+        const PlainRow plain = row_as_it_is();
         uint4 bits[kLoads], ahead[kLoads];
         const auto load_ahead = [&](int at) {
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 if (at + i * step < end) {
-                    const char* from =
-                        row.logits + static_cast<int64_t>(at + i * step) * (kIsFp32 ? 4 : 2);
-                    if constexpr (kIsFp32) {
-                        ahead[i] = ld_global(from);
-                    } else {
-                        const uint2 two = *reinterpret_cast<const uint2*>(from);
-                        ahead[i] = make_uint4(two.x, two.y, 0, 0);
-                    }
+                    ahead[i] = plain.load<kIsFp32>(at + i * step);
                 }
             }
         };
@@ -201,11 +240,7 @@ struct Fours {
             for (int i = 0; i < kLoads; ++i) {
                 if (at + i * step < end) {
                     float z[kFour];
-                    if constexpr (kIsFp32) {
-                        kernel_hub::unpack<float>(bits[i], z);
-                    } else {
-                        unpack(bits[i], z);
-                    }
+                    plain.unpack<kIsFp32>(bits[i], z);
                     visit(at + i * step, z);
                 }
             }

@@ -4,6 +4,7 @@
 #include "sampling/search.cuh"
 #include "sampling/sm90/chosen.cuh"
 #include "sampling/sm90/fours.cuh"
+#include "sampling/sm90/pieces.cuh"
 #include "sampling/sm90/team.cuh"
 
 namespace kernel_hub::sampling::sm90 {
@@ -45,226 +46,245 @@ __device__ __forceinline__ void prefetch_share(const Row& row, const Team& team,
     }
 }
 
-// Looks at the block's share of elements from .. until - 1; blocks take turns, so that all have
-// some of what is large and close together. Of turns only each `every`-th. Fours that have
-// something above `bound` are listed; kCounts: what is above `bottom` is counted in bins.
-template <bool kCounts>
-__device__ __forceinline__ void look(const Fours& fours, int from, int until, float bound,
-                                     float bottom, int every, Seen& seen, Team& team) {
-    const Ruler ruler = team.shared.s.ruler;
-    const int step = every * team.size * kNumThreads * kFour;
-    const int offset = (team.rank * kNumThreads + static_cast<int>(threadIdx.x)) * kFour;
-    const auto visit = [&](int index, const float (&z)[kFour]) {
+constexpr int kTurn = kNumThreads * kFour;
+__device__ __forceinline__ int first_of_share(const Team& team) {
+    return team.rank * kTurn + static_cast<int>(threadIdx.x) * kFour;
+}
+
+// What a look does with a four. counts: what is above `bottom` is counted in bins; else fours that
+// have something above `bound` are listed.
+struct Look {
+    TeamShared& shared;
+    Ruler ruler;
+    float bound, bottom;
+    Seen seen;
+
+    __device__ __forceinline__ Look(TeamShared& its, float its_bound, float its_bottom,
+                                    const Seen& before)
+        : shared(its), ruler(its.s.ruler), bound(its_bound), bottom(its_bottom), seen(before) {}
+
+    __device__ __forceinline__ void visit(bool counts, int index, const float (&z)[kFour]) {
         const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
         if (most > seen.of_thread) {
             seen.of_thread = most;
             seen.found = index;
         }
-        if (kCounts && most > bottom) {
+        if (counts && most > bottom) {
 #pragma unroll
             for (int j = 0; j < kFour; ++j) {
                 if (z[j] > bottom) {
-                    atomicAdd(&team.shared.own_bins.counts[ruler.bin_of_value(z[j])], 1u);
+                    atomicAdd(&shared.own_bins.counts[ruler.bin_of_value(z[j])], 1u);
                 }
             }
         }
-        if (most > bound) {
-            const int place = atomicAdd(&team.shared.num_listed, 1);
-            if (place < kListed) {
-                team.shared.listed[place] = make_float4(z[0], z[1], z[2], z[3]);
-                team.shared.firsts[place] = index;
-            }
+        if (!counts && most > bound) {
+            shared.list(index, z);
         }
-    };
+    }
+};
+
+// Looks at the fours first, first + step .. below `until` of a row of any kind.
+// NOTE: a function of its own, as all that changes logits: it is half of the code where it is
+// inlined, and rows that nothing changes wait for code that they jump over.
+__device__ __noinline__ Seen look_at_any(bool counts, int first, int step, int until, float bound,
+                                         float bottom, Seen seen) {
+    TeamShared& shared = team_shared();
+    Row row(shared.p);
+    row.has_mask = shared.has_mask;
+    Look look(shared, bound, bottom, seen);
+    Fours(row).walk(first, until, step,
+                    [&](int index, const float (&z)[kFour]) { look.visit(counts, index, z); });
+    return look.seen;
+}
+
+// Elements i .. i + 3 of any row, as they are drawn from; -inf from `end` on.
+__device__ __noinline__ float4 read_any(int i, int end) {
+    TeamShared& shared = team_shared();
+    Row row(shared.p);
+    row.has_mask = shared.has_mask;
+    float z[kFour];
+    Fours(row).read(i, end, z);
+    return make_float4(z[0], z[1], z[2], z[3]);
+}
+
+// Looks at the block's share of elements from .. until - 1; blocks take turns, so that all have
+// some of what is large and close together.
+template <bool kCounts>
+__device__ __forceinline__ void look(const Fours& fours, int from, int until, float bound,
+                                     float bottom, Seen& seen, Team& team) {
+    int step = team.size * kTurn, first = from + first_of_share(team);
+    // NOTE: addresses worked out before the loop around this would be stored and read again.
+    asm volatile("" : "+r"(step), "+r"(first));
     const auto fetch = [&](int at) {
-        prefetch_share<kLoads>(fours.row, team, at - offset + kFetched * step);
+        prefetch_share<kLoads>(fours.row, team, at - first_of_share(team) + kFetched * step);
     };
-    if (!fours.is_ahead || every > 1) {
-        fours.walk(from + offset, until, step, visit);
-    } else if (fours.p.dtype == kFp32) {
-        fours.walk_ahead<kLoads, true>(from + offset, until, step, visit, fetch);
+    if (!fours.is_ahead) {
+        seen = look_at_any(kCounts, first, step, until, bound, bottom, seen);
+        return;
+    }
+    Look look(team.shared, bound, bottom, seen);
+    const auto visit = [&](int index, const float (&z)[kFour]) { look.visit(kCounts, index, z); };
+    if (fours.p.dtype == kFp32) {
+        fours.walk_ahead<kLoads, true>(first, until, step, visit, fetch);
     } else {
-        fours.walk_ahead<kLoads, false>(from + offset, until, step, visit, fetch);
+        fours.walk_ahead<kLoads, false>(first, until, step, visit, fetch);
     }
+    seen = look.seen;
 }
 
-// What is listed and above `bound` becomes the block's candidates.
-__device__ __forceinline__ void choose_listed(float bound, Team& team) {
-    TeamShared& shared = team.shared;
-    const int num = shared.num_listed;
-    for (int i = threadIdx.x; i < min(num, kListed); i += kNumThreads) {
-        const float4 each = shared.listed[i];
-        const float z[kFour] = {each.x, each.y, each.z, each.w};
-#pragma unroll 1
-        for (int j = 0; j < kFour; ++j) {
-            const float value = pick(z, j);
-            if (value > bound) {
-                team.add(value, shared.firsts[i] + j);
-            }
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        shared.mine.num = num > kListed ? kNumCandidates + 1 : shared.num_own;
-    }
-}
+constexpr int kSampled = 8;  // fours of a thread that are a sample of a row
 
-// A pass in order is one over pieces of the row: a warp has as many of them, one after another, as
-// there would be more blocks in the largest team.
-__device__ __forceinline__ int pieces_a_warp(const Team& team) {
-    return kMaxTeam / team.size;
-}
-
-// Elements of a piece: whole lines.
-__device__ __forceinline__ int elements_a_piece(int size) {
-    constexpr int kTogether = 64;
-    constexpr int kNum = kMaxTeam * kNumWarps * kTogether;
-    return (size + kNum - 1) / kNum * kTogether;
-}
-
-// Answers s.question of the block's part of the row, into its note.
-// shared.pieces: what each piece has above the window's lower end.
-__device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher, Team& team) {
-    TeamShared& shared = team.shared;
-    Shared& s = shared.s;
-    const Question question = s.question;
-    uint64_t total = 0;
-    const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
-    const int a_piece = elements_a_piece(fours.p.size), num_pieces = pieces_a_warp(team);
-    // What is nearer to the middle than half the window may be in it.
-    const bool has_ends = question.from > -kInfinity && question.to < kInfinity;
-    const float middle = has_ends ? question.from / 2 + question.to / 2 : 0.0f;
-    const float half = !(question.to > -kInfinity) ? -1.0f
-                       : has_ends
-                           ? fmaxf(question.to - middle, middle - question.from) * 1.01f + FLT_MIN
-                           : kInfinity;
-    bool has_room = true;
-#pragma unroll 1
-    for (int piece = 0; piece < num_pieces; ++piece) {
-        const int of_block = warp_idx * num_pieces + piece;
-        const int begin =
-            min(fours.p.size, (team.rank * kNumWarps * num_pieces + of_block) * a_piece);
-        const int end = min(fours.p.size, begin + a_piece);
-        uint64_t above = 0;
-        fours.walk(begin + lane_idx * kFour, end, 32 * kFour,
-                   [&](int index, const float (&z)[kFour]) {
-                       bool are_any = false;
+template <bool kIsFp32>
+__device__ __forceinline__ void look_at_some(const PlainRow& row, int step, Seen& seen) {
+    const int first = static_cast<int>(threadIdx.x) * kFour;
+    uint4 bits[kSampled];
 #pragma unroll
-                       for (int j = 0; j < kFour; ++j) {
-                           are_any |= fabsf(z[j] - middle) <= half;
-                       }
-                       if (question.weighs) {
-                // NOTE: no branch on a value: four chains of the power side by side.
+    for (int i = 0; i < kSampled; ++i) {
+        if (first + i * step < row.size) {
+            bits[i] = row.load<kIsFp32>(first + i * step);
+        }
+    }
 #pragma unroll
-                           for (int j = 0; j < kFour; ++j) {
-                               const float depth = weigher.clamped_depth(z[j]);
-                               const uint64_t mass =
-                                   mass_of_clamped(z[j] > question.floor ? depth : kLeastPower);
-                               total += mass;
-                               above += z[j] > question.from ? mass : 0;
-                           }
-                       }
-                       if (are_any && has_room) {
-#pragma unroll 1
-                           for (int j = 0; j < kFour; ++j) {
-                               const float value = pick(z, j);
-                               if (!(value > question.from && value <= question.to)) {
-                                   continue;
-                               }
-                               if (question.collects) {
-                                   has_room = team.add(value, index + j);
-                                   continue;
-                               }
-                               add_to_bin(shared.own_bins, s.ruler, weigher, value,
-                                          shared.mine.least_binned, shared.mine.most_binned);
-                           }
-                       }
-                   });
-        const uint64_t of_piece = warp_reduce(above, [](uint64_t a, uint64_t b) { return a + b; });
-        if (lane_idx == 0) {
-            shared.pieces[of_block] = of_piece;
+    for (int i = 0; i < kSampled; ++i) {
+        float z[kFour];
+        row.unpack<kIsFp32>(bits[i], z);
+        const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+        if (first + i * step < row.size && most > seen.of_thread) {
+            seen.of_thread = most;
+            seen.found = first + i * step;
         }
-    }
-    __syncthreads();
-    if (question.weighs) {
-        total = block_sum(total, s.mass_slots);
-        const bool is_piece = threadIdx.x < kNumWarps * num_pieces;
-        const uint64_t above = block_sum(is_piece ? shared.pieces[threadIdx.x] : 0, s.mass_slots);
-        if (threadIdx.x == 0) {
-            shared.mine.total = total;
-            shared.mine.above = above;
-        }
-    }
-    if (threadIdx.x == 0) {
-        shared.mine.num = shared.num_own;
     }
 }
 
-// The answers of all blocks together, into s. By one thread.
+// Looks at a sample of the row, every block at the same.
+__device__ __forceinline__ void look_at_some(const Fours& fours, Seen& seen) {
+    const int size = fours.p.size, step = max(1, size / (kSampled * kTurn)) * kTurn;
+    if (!fours.is_ahead) {
+        seen = look_at_any(false, static_cast<int>(threadIdx.x) * kFour, step, size, kInfinity,
+                           kInfinity, seen);
+    } else if (fours.p.dtype == kFp32) {
+        look_at_some<true>(fours.row_as_it_is(), step, seen);
+    } else {
+        look_at_some<false>(fours.row_as_it_is(), step, seen);
+    }
+}
+
+// The answers of all blocks together, into s. By a warp.
 __device__ __forceinline__ void sum_answers(Team& team) {
-    Shared& s = team.shared.s;
-    s.total = s.above = 0;
-    s.least = ~0u;
-    s.most = 0;
-    for (int rank = 0; rank < team.size; ++rank) {
-        const Note& note = team.shared.notes[rank];
-        s.total += note.total;
-        s.above += note.above;
-        s.least = min(s.least, note.least_binned);
-        s.most = max(s.most, note.most_binned);
+    static_assert(kPieces % 32 == 0 && kMaxTeam <= 32);
+    TeamShared& shared = team.shared;
+    const int lane_idx = threadIdx.x % 32;
+    const auto sum = [](uint64_t a, uint64_t b) { return a + b; };
+    uint64_t total = 0, above = 0;
+#pragma unroll
+    for (int i = lane_idx; i < kPieces; i += 32) {
+        total += i < team.size * kNumWarps ? shared.totals[i] : 0;
+        above += shared.pieces[i];
+    }
+    total = warp_reduce(total, sum);
+    above = warp_reduce(above, sum);
+    const bool is_block = lane_idx < team.size;
+    const uint32_t least = warp_reduce(is_block ? shared.notes[lane_idx].least_binned : ~0u,
+                                       [](uint32_t a, uint32_t b) { return min(a, b); });
+    const uint32_t most = warp_reduce(is_block ? shared.notes[lane_idx].most_binned : 0u,
+                                      [](uint32_t a, uint32_t b) { return max(a, b); });
+    if (lane_idx == 0) {
+        shared.s.total = total;
+        shared.s.above = above;
+        shared.s.least = least;
+        shared.s.most = most;
     }
 }
 
-// Keeps of the candidates what is above `from`; others weigh nothing any more, in their pieces, the
-// blocks and the row.
+// Keeps of the candidates what is above `from`; others weigh nothing any more, in their pieces and
+// the row.
 __device__ __forceinline__ void keep_above(Chosen& chosen, float from, int size, Team& team) {
-    Shared& s = team.shared.s;
-    const int a_piece = elements_a_piece(size), a_block = kNumWarps * pieces_a_warp(team);
-    constexpr int kBlocks = kMaxTeam * kNumWarps;
-    static_assert(kBlocks + kMaxTeam <= kNumPieces);
-    drop_none(s);
+    TeamShared& shared = team.shared;
+    const int a_piece = Pieces::elements(size), thread_idx = threadIdx.x;
+    static_assert(kPieces < kNumThreads);
+    if (thread_idx <= kPieces) {
+        shared.dropped_low[thread_idx] = shared.dropped_high[thread_idx] = 0;
+    }
+    __syncthreads();
     chosen.keep_above(from, [&](int index, uint64_t mass) {
         const int piece = index / a_piece;
-        drop(piece, mass, s);
-        drop(kBlocks + piece / a_block, mass, s);
+        add_mass(shared.dropped_low[piece], shared.dropped_high[piece], mass);
+        add_mass(shared.dropped_low[kPieces], shared.dropped_high[kPieces], mass);
     });
     __syncthreads();
-    const int thread_idx = threadIdx.x;
-    if (thread_idx < a_block) {
-        team.shared.pieces[thread_idx] -= dropped(s, team.rank * a_block + thread_idx);
-    }
-    if (thread_idx < team.size) {
-        team.shared.notes[thread_idx].above -= dropped(s, kBlocks + thread_idx);
-    }
-    if (thread_idx == 0) {
-        for (int rank = 0; rank < team.size; ++rank) {
-            s.above -= dropped(s, kBlocks + rank);
-        }
+    if (thread_idx <= kPieces) {
+        uint64_t& mass = thread_idx < kPieces ? shared.pieces[thread_idx] : shared.s.above;
+        mass -= static_cast<uint64_t>(shared.dropped_high[thread_idx]) << 32 |
+                shared.dropped_low[thread_idx];
     }
     __syncthreads();
 }
 
 // Draws from all that is above `from`, in the order of indices; by the block that has it.
-// shared.pieces and notes: as scan leaves them.
-__device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigher, float from,
-                                            uint64_t total, uint64_t bits, Team& team) {
+// shared.pieces: as scan leaves them.
+__device__ __forceinline__ void draw_in_row(const SampleParams& p, const Weigher& weigher,
+                                            float from, uint64_t total, uint64_t bits, Team& team) {
     Shared& s = team.shared.s;
+    const int lane_idx = threadIdx.x % 32, size = p.size;
     uint64_t drawn = below(total, bits);
-    int rank = 0, piece = 0;
-    while (drawn >= team.shared.notes[rank].above) {
-        drawn -= team.shared.notes[rank++].above;
+    // Each lane has neighbouring pieces; one passes what is drawn.
+    constexpr int kEach = kPieces / 32;
+    uint64_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        own += team.shared.pieces[kEach * lane_idx + i];
     }
-    if (rank != team.rank) {
+    uint64_t before = warp_scan(own, lane_idx) - own;
+    const bool is_here = before <= drawn && drawn - before < own;
+    const int lane = max(0, __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_here))) - 1);
+    before = __shfl_sync(kAllLanes, before, lane);
+    drawn -= before;
+    int piece = kEach * lane;
+#pragma unroll
+    for (int i = 1; i < kEach; ++i) {
+        const uint64_t of_piece = team.shared.pieces[piece];
+        if (drawn >= of_piece) {
+            drawn -= of_piece;
+            ++piece;
+        }
+    }
+    if (piece / kNumWarps % team.size != team.rank) {
         return;
     }
-    while (drawn >= team.shared.pieces[piece]) {
-        drawn -= team.shared.pieces[piece++];
+    const int elements = Pieces::elements(size);
+    const int begin = piece * elements, end = min(size, begin + elements);
+#pragma unroll 1
+    for (int at = begin; at < end; at += kNumThreads * kFour) {
+        const int own = at + static_cast<int>(threadIdx.x) * kFour;
+        const float4 four = read_any(own, end);
+        const float z[kFour] = {four.x, four.y, four.z, four.w};
+        uint64_t mass = 0;
+#pragma unroll
+        for (int i = 0; i < kFour; ++i) {
+            mass += z[i] > from ? weigher.mass(z[i]) : 0;
+        }
+        uint64_t sum = block_sum_before(mass, s.mass_slots);
+        if (sum <= drawn && drawn - sum < mass) {
+#pragma unroll 1
+            for (int i = 0; i < kFour; ++i) {
+                const float value = pick(z, i);
+                sum += value > from ? weigher.mass(value) : 0;
+                if (sum > drawn) {
+                    write_drawn(p, own + i, weigher.depth(value), total);
+                    break;
+                }
+            }
+        }
+        uint64_t of_turn = 0;
+#pragma unroll
+        for (int i = 0; i < kNumWarps; ++i) {
+            of_turn += s.mass_slots[i];
+        }
+        if (drawn < of_turn) {
+            return;
+        }
+        drawn -= of_turn;
     }
-    const int elements = elements_a_piece(row.p.size);
-    const int begin = (rank * kNumWarps * pieces_a_warp(team) + piece) * elements;
-    const auto weigh = [&](int i) { return mass_above(row, weigher, from, i); };
-    find_in_piece(row, begin, elements, drawn, s, weigh,
-                  [&](int i) { write_drawn(row.p, i, weigher.depth(row.value(i)), total); });
 }
 
 }  // namespace kernel_hub::sampling::sm90

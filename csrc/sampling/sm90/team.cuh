@@ -10,16 +10,15 @@ namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMaxTeam = 8;
 constexpr int kListed = 1024;
+constexpr int kPieces = kMaxTeam * kNumWarps;  // of a row, where it is weighed
 
 // What a block says. Read as vectors.
 struct alignas(16) Note {
-    uint64_t total, above;  // as Shared's
     uint32_t least_binned, most_binned;
     float largest;
-    int index;              // of the largest
-    float bound, least;     // of candidates: what every block must keep to, and what any may
-    float least_of_thread;  // of what is the largest of a thread
-    int num;                // candidates of its own, perhaps more than there is room for
+    int index;           // of the largest
+    float bound, least;  // of candidates: what every block must keep to, and what any may
+    int num;             // candidates of its own, perhaps more than there is room for
 };
 static_assert(sizeof(Note) % 16 == 0, "notes are read by vectors");
 
@@ -38,26 +37,61 @@ struct TeamShared {
     int num_own, num_listed;
     uint64_t bits;  // random
     // Of the row, from the first pass on: what registers would hold for long.
-    float largest, top_p, bound, top_bound;
+    float largest, floor, top_p, bound, top_bound;
     int top_k;
-    uint64_t pieces[kMaxTeam * kNumWarps];
+    SampleParams p;
+    bool has_mask;  // that is heeded
+    // What each piece of the row has above the window's lower end, and what each warp of all blocks
+    // has weighed in all.
+    uint64_t own_pieces[kPieces], own_totals[kNumWarps];
+    uint64_t pieces[kPieces], totals[kPieces];
+    // Words of what candidates that are not kept weighed there, and all of them.
+    uint32_t dropped_low[kPieces + 1], dropped_high[kPieces + 1];
     Shared s;  // of the row: the same in every block, but for the sums of warps
+
+    // A four of which some may become candidates.
+    __device__ __forceinline__ void list(int index, const float (&z)[4]) {
+        const int place = atomicAdd(&num_listed, 1);
+        if (place < kListed) {
+            listed[place] = make_float4(z[0], z[1], z[2], z[3]);
+            firsts[place] = index;
+        }
+    }
+
+    // Of values that this block alone has found.
+    __device__ __forceinline__ bool add(float value, int index) {
+        const int place = atomicAdd(&num_own, 1);
+        if (place < kNumCandidates) {
+            own[place] = make_uint2(__float_as_uint(value), static_cast<uint32_t>(index));
+        }
+        return place < kNumCandidates;
+    }
 };
+
+__device__ __forceinline__ TeamShared& team_shared() {
+    return *reinterpret_cast<TeamShared*>(dynamic_shared());
+}
 
 struct Team {
     TeamShared& shared;
     int rank, size;
-    bool is_read = false;  // what this block said last, perhaps still
 
     __device__ __forceinline__ explicit Team(TeamShared& its)
         : shared(its), rank(cluster_rank()), size(cluster_size()) {}
 
-    // Before anything that is said is written anew, and before the block ends.
-    __device__ __forceinline__ void take_back() {
-        if (is_read) {
+    // Once, before all else: what the block has not said yet is read by none.
+    __device__ __forceinline__ void begin() const {
+        if (size > 1) {
+            cluster_arrive_relaxed();
+        }
+    }
+
+    // Before anything that is said is written anew, and before the block ends: waits until all have
+    // read it.
+    __device__ __forceinline__ void take_back() const {
+        if (size > 1) {
             __syncwarp();
             cluster_wait();
-            is_read = false;
         }
         __syncthreads();
     }
@@ -84,6 +118,9 @@ struct Team {
             reinterpret_cast<float4*>(shared.notes)[thread_idx] =
                 ld_shared_cluster(cluster_address(at, thread_idx / kVecs));
         }
+        if (!kIsFirst) {
+            read_masses();
+        }
         __syncthreads();
         if (!kIsFirst && reads == kCandidates) {
             int num = 0;
@@ -108,27 +145,67 @@ struct Team {
                 s.num_candidates = num;
             }
         }
-        if (reads == kCounts || reads == kBins) {
-            sum_bins(!kIsFirst);
+        if (kIsFirst && reads == kCounts) {
+            sum_counts();
+        }
+        if (!kIsFirst && reads == kBins) {
+            sum_bins();
         }
         __syncthreads();
         if (size > 1) {
             cluster_arrive_relaxed();
-            is_read = true;
         }
-    }
-
-    // Of values that this block alone has found.
-    __device__ __forceinline__ bool add(float value, int index) {
-        const int place = atomicAdd(&shared.num_own, 1);
-        if (place < kNumCandidates) {
-            shared.own[place] = make_uint2(__float_as_uint(value), static_cast<uint32_t>(index));
-        }
-        return place < kNumCandidates;
     }
 
   private:
-    __device__ __forceinline__ void sum_bins(bool has_masses) {
+    // Of which block's warp a piece is: pieces of a row go around the warps of the cluster.
+    __device__ __forceinline__ void read_masses() {
+        const int thread_idx = threadIdx.x, piece = thread_idx % kPieces;
+        const int warp = piece % (size * kNumWarps);
+        const bool is_total = thread_idx >= kPieces;
+        if (thread_idx < 2 * kPieces && !(is_total && piece >= size * kNumWarps)) {
+            const uint64_t* own =
+                is_total
+                    ? &shared.own_totals[warp % kNumWarps]
+                    : &shared.own_pieces[piece / (size * kNumWarps) * kNumWarps + warp % kNumWarps];
+            const uint2 words =
+                ld_shared_cluster_2(cluster_address(shared_address(own), warp / kNumWarps));
+            (is_total ? shared.totals : shared.pieces)[piece] =
+                static_cast<uint64_t>(words.y) << 32 | words.x;
+        }
+    }
+
+    __device__ __forceinline__ uint4 read_four(const uint32_t* own, int rank) const {
+        const float4 v = ld_shared_cluster(cluster_address(shared_address(own), rank));
+        return make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
+                          __float_as_uint(v.w));
+    }
+
+    // All blocks' at once.
+    __device__ __forceinline__ void sum_counts() {
+#pragma unroll 1
+        for (int i = threadIdx.x * 4; i < kNumBins; i += kNumThreads * 4) {
+            uint4 counts[kMaxTeam];
+#pragma unroll
+            for (int rank = 0; rank < kMaxTeam; ++rank) {
+                counts[rank] = make_uint4(0, 0, 0, 0);
+                if (rank < size) {
+                    counts[rank] = read_four(&shared.own_bins.counts[i], rank);
+                }
+            }
+            uint4 sum = counts[0];
+#pragma unroll
+            for (int rank = 1; rank < kMaxTeam; ++rank) {
+                sum.x += counts[rank].x;
+                sum.y += counts[rank].y;
+                sum.z += counts[rank].z;
+                sum.w += counts[rank].w;
+            }
+            *reinterpret_cast<uint4*>(&shared.bins.counts[i]) = sum;
+        }
+    }
+
+    __device__ __forceinline__ void sum_bins() {
         Bins& bins = shared.bins;
 #pragma unroll 1
         for (int i = threadIdx.x * 4; i < kNumBins; i += kNumThreads * 4) {
@@ -136,25 +213,17 @@ struct Team {
             uint64_t masses[4] = {};
 #pragma unroll 1
             for (int rank = 0; rank < size; ++rank) {
-                const auto read = [&](const uint32_t (&of_bins)[kNumBins], uint32_t (&words)[4]) {
-                    const float4 v =
-                        ld_shared_cluster(cluster_address(shared_address(&of_bins[i]), rank));
-                    words[0] = __float_as_uint(v.x);
-                    words[1] = __float_as_uint(v.y);
-                    words[2] = __float_as_uint(v.z);
-                    words[3] = __float_as_uint(v.w);
+                const uint4 count = read_four(&shared.own_bins.counts[i], rank);
+                const uint4 low = read_four(&shared.own_bins.low[i], rank);
+                const uint4 high = read_four(&shared.own_bins.high[i], rank);
+                const auto add = [&](int j, uint32_t num, uint32_t word, uint32_t upper) {
+                    counts[j] += num;
+                    masses[j] += static_cast<uint64_t>(upper) << 32 | word;
                 };
-                uint32_t count[4], low[4] = {}, high[4] = {};
-                read(shared.own_bins.counts, count);
-                if (has_masses) {
-                    read(shared.own_bins.low, low);
-                    read(shared.own_bins.high, high);
-                }
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    counts[j] += count[j];
-                    masses[j] += static_cast<uint64_t>(high[j]) << 32 | low[j];
-                }
+                add(0, count.x, low.x, high.x);
+                add(1, count.y, low.y, high.y);
+                add(2, count.z, low.z, high.z);
+                add(3, count.w, low.w, high.w);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_MASS_BITS = 40
+MASS_BITS = 40
 _MOST = torch.finfo(torch.float32).max
 _LOG2E = 1.4426950408889634
 _LN2 = 0.6931471805599453
@@ -39,12 +39,12 @@ def _split_power(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y, rounded.int()
 
 
-def _masses(depth: torch.Tensor) -> torch.Tensor:
+def masses_of(depth: torch.Tensor) -> torch.Tensor:
     y, whole = _split_power(depth.clamp(min=-60.0))
     bits = y.view(torch.int32)
     shift = 127 - (bits >> 23) - whole
     mantissa = ((bits & 0x7FFFFF) | 0x800000).long()
-    return mantissa << (_MASS_BITS - 23) >> shift.long()
+    return mantissa << (MASS_BITS - 23) >> shift.long()
 
 
 def _capped(z: torch.Tensor, cap: float) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _column(x: torch.Tensor) -> torch.Tensor:
     return x[:, None]
 
 
-def _values(given: Any, masked: bool) -> torch.Tensor:
+def values_of(given: Any, masked: bool) -> torch.Tensor:
     """What rows are drawn from, before the temperature; excluded are -inf."""
     z = given.logits.float()
     size = z.shape[1]
@@ -95,6 +95,21 @@ def _values(given: Any, masked: bool) -> torch.Tensor:
     return z
 
 
+def depths(
+    z: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor, greedy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log2 of probabilities to the row's largest, (batch, size), and what a logit is there."""
+    scale = (torch.tensor(_LOG2E) / temperature).clamp(max=_MOST)
+    scale = _column(torch.where(greedy, 1.0, scale))
+    most = _column(largest).clamp(-_MOST, _MOST)
+    return (z.clamp(max=_MOST) - most).clamp(min=-_MOST) * scale, scale
+
+
+def least_depth(min_p: torch.Tensor) -> torch.Tensor:
+    """Below which min_p keeps nothing; -inf where it keeps all."""
+    return torch.where(min_p > 0, min_p.clamp(max=1).double().log2().float(), -torch.inf)
+
+
 class Drawn(NamedTuple):
     """What rows are drawn by."""
 
@@ -107,22 +122,18 @@ class Drawn(NamedTuple):
 
 def weigh(given: Any) -> Drawn:
     """The values of rows, and which are kept."""
-    z = _values(given, True)
+    z = values_of(given, True)
     size = z.shape[1]
     nothing = (z == -torch.inf).all(1)
-    z = torch.where(_column(nothing), _values(given, False), z)
+    z = torch.where(_column(nothing), values_of(given, False), z)
     none = torch.zeros(len(z))
     temperature = none + 1 if given.temperature is None else given.temperature
     greedy = ~(temperature > 0) | nothing
-    scale = (torch.tensor(_LOG2E) / temperature).clamp(max=_MOST)
-    scale = torch.where(greedy, 1.0, scale)
-    finite = z.clamp(max=_MOST)
-    largest = finite.amax(1, keepdim=True).clamp(min=-_MOST)
-    depth = (finite - largest).clamp(min=-_MOST) * _column(scale)
+    depth, _ = depths(z, z.amax(1), temperature, greedy)
     min_p = none if given.min_p is None else given.min_p
-    least = torch.where(min_p > 0, min_p.clamp(max=1).double().log2().float(), -torch.inf)
+    least = least_depth(min_p)
     kept = (z > -torch.inf) & (depth >= _column(least))
-    masses = torch.where(kept, _masses(depth), 0)
+    masses = torch.where(kept, masses_of(depth), 0)
 
     ascending, order = z.sort(1)
     place = torch.searchsorted(ascending, z, right=True)
@@ -167,7 +178,7 @@ def sample_into(given: Any) -> None:
             total = int(sums[row, -1])
             number = total * random_bits(seed, offset) >> 64
             found = int(torch.searchsorted(sums[row], number, right=True))
-            of_largest = torch.tensor(float(total)) / 2.0**_MASS_BITS
+            of_largest = torch.tensor(float(total)) / 2.0**MASS_BITS
             logprobs = drawn.depth[row] * _fp32(_LN2) - of_largest.log()
             logprob = float(logprobs[found])
             kept = drawn.values[row].sort(descending=True, stable=True).indices

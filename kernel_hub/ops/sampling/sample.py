@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,10 +12,11 @@ from ..core.counters import counters
 from ..core.device import device_of, launch_facts
 from ..core.launch import Launch, Plans
 from . import cpu
+from .given import BATCH, ROWS, SampleGiven, check_rows, row_strides, stride_of_rows
 
 _OP = "sample"
 _SM90 = "sample_sm90"  # a row a cluster
-_BLOCKS_A_SM = 2  # of clusters
+_LEFT_OVER = 24  # multiprocessors that clusters of 4 and 8 do not fill
 _LEAST_SHARE = 4096  # elements of a block of a cluster
 _FOUR = 4  # elements that it reads together
 _NUM_THREADS = 512
@@ -23,51 +24,10 @@ _MAX_PARTS = 8
 _LEAST_PART = 4096  # elements
 _PART_INTS = 4 + 2 * 512  # Part of csrc/sampling/parts.cuh
 MOST_TOP = 32
-_BATCH = (
-    "temperature top_k top_p min_p seed offset repetition_penalty presence_penalty "
-    "frequency_penalty top_n"
-)
-_ROWS = "bias token_bitmask prompt_bitmask output_counts"
 _OUTS = "out out_logprob out_top_ids out_top_logprobs"
-_DTYPES = {
-    "top_k": torch.int32, "top_n": torch.int32, "seed": torch.int64, "offset": torch.int64,
-    "token_bitmask": torch.int32, "prompt_bitmask": torch.int32, "output_counts": torch.int32,
-}  # fmt: skip
-
-
-class SampleGiven(NamedTuple):
-    """The arguments of the registered op."""
-
-    logits: Any
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    seed: Any
-    offset: Any
-    repetition_penalty: Any
-    presence_penalty: Any
-    frequency_penalty: Any
-    top_n: Any
-    bias: Any
-    token_bitmask: Any
-    prompt_bitmask: Any
-    output_counts: Any
-    softcap: float
-    out: Any
-    out_logprob: Any
-    out_top_ids: Any
-    out_top_logprobs: Any
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """In the order of `_writes`."""
-        return (*self[:15], *self[16:])
-
-
 _plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
-_operands = common.Operands(_OP, "logits", f"{_BATCH} {_ROWS} {_OUTS}")
-_writes = common.Writes(_OP, f"logits {_BATCH} {_ROWS} {_OUTS}", _OUTS)
+_operands = common.Operands(_OP, "logits", f"{BATCH} {ROWS} {_OUTS}")
+_writes = common.Writes(_OP, f"logits {BATCH} {ROWS} {_OUTS}", _OUTS)
 
 
 def sample(
@@ -177,40 +137,13 @@ def _new(given: SampleGiven, has_logprob: bool) -> SampleGiven:
 
 def _check(given: SampleGiven) -> None:
     """Everything about the arguments but the addresses of tensors."""
-    logits = given.logits
-    common.check_data(_OP, "logits", logits)
-    if logits.dim() != 2 or logits.shape[1] == 0:
-        raise common.refuse(_OP, "logits", "shape (batch, vocab_size), at least one token", logits)
-    batch_size, vocab_size = logits.shape
-    if vocab_size > common.MAX_SIZE:
-        raise common.refuse(_OP, "logits", f"at most {common.MAX_SIZE} tokens", logits)
-    words = (batch_size, -(-vocab_size // 32))
-    shapes: dict[str, tuple[Any, ...]] = {"token_bitmask": words, "prompt_bitmask": words}
-    for argument in _BATCH.split():
-        _check_one(given, argument, (batch_size,))
-        value = getattr(given, argument)
-        if value is not None and batch_size > 1 and value.stride(0) != 1:
-            raise common.refuse(_OP, argument, "a contiguous tensor", value)
-    for argument in _ROWS.split():
-        shape = shapes.get(argument, (batch_size, vocab_size))
-        if argument == "bias" and given.bias is not None and _dim(given.bias) == 1:
-            shape = (vocab_size,)
-        _check_one(given, argument, shape)
-    if given.output_counts is None:
-        for argument in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-            of_prompt = argument == "repetition_penalty" and given.prompt_bitmask is not None
-            if getattr(given, argument) is not None and not of_prompt:
-                raise common.refuse(_OP, argument, "output_counts with it", "none")
-    common.check_number(_OP, "softcap", given.softcap, least=0.0)
+    check_rows(_OP, given)
+    batch_size, logits = given.logits.shape[0], given.logits
     common.check_written(_OP, "out", given.out, (batch_size,), logits, (torch.int64,))
     common.check_written(
         _OP, "out_logprob", given.out_logprob, (batch_size,), logits, (torch.float32,)
     )
     _check_top(given)
-
-
-def _dim(value: Any) -> int:
-    return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
 def _check_top(given: SampleGiven) -> None:
@@ -234,17 +167,6 @@ def _check_whole(given: SampleGiven) -> None:
             raise common.refuse(_OP, argument, f"a tensor of shape {tuple(other.shape)}", "None")
 
 
-def _check_one(given: SampleGiven, argument: str, shape: tuple[int, ...]) -> None:
-    value = getattr(given, argument)
-    if value is not None:
-        dtype = _DTYPES.get(argument, torch.float32)
-        common.check_like(_OP, argument, value, shape, given.logits, dtypes=(dtype,))
-
-
-def _row_stride(x: Any) -> int:
-    return 0 if x is None or x.dim() == 1 else x.stride(0)
-
-
 def choose_parts(batch_size: int, vocab_size: int, num_sms: int) -> int:
     """How many blocks share a row."""
     return max(1, min(_MAX_PARTS, num_sms // batch_size, vocab_size // _LEAST_PART))
@@ -256,11 +178,11 @@ def runs_clusters(device: torch.device) -> bool:
 
 
 def choose_team(batch_size: int, vocab_size: int, num_sms: int) -> int:
-    """How many blocks of a cluster share a row: a power of two."""
+    """How many blocks of a cluster share a row: a power of two, a block a multiprocessor."""
     for team in (8, 4, 2):
-        # Larger clusters do not fill all of the multiprocessors' places.
-        blocks = num_sms * (_BLOCKS_A_SM if team == 2 else 1)
-        if team * batch_size <= blocks and team * _LEAST_SHARE <= vocab_size:
+        # Larger clusters do not fill all of the multiprocessors.
+        places = num_sms - (0 if team == 2 else _LEFT_OVER)
+        if team * batch_size <= places and team * _LEAST_SHARE <= vocab_size:
             return team
     return 1
 
@@ -276,15 +198,11 @@ def _plan(given: SampleGiven, low_bits: tuple[int, int]) -> Launch:
     if batch_size == 0:
         return Launch()
     row_stride = logits.stride(0) if batch_size > 1 else 0
-    strides = [
-        _row_stride(x)
-        for x in (given.bias, given.token_bitmask, given.prompt_bitmask, given.output_counts)
-    ]
     num_sms = device_of(logits.device).num_sms
     is_sm90 = runs_clusters(logits.device)
     aligned = _aligned(given, low_bits, row_stride) if is_sm90 else _is_plain(given, low_bits[0])
     numbers = (
-        row_stride, *strides, vocab_size, common.ELEMENT_TYPES.index(logits.dtype), int(aligned),
+        *row_strides(given), vocab_size, common.ELEMENT_TYPES.index(logits.dtype), int(aligned),
         0 if given.out_top_ids is None else given.out_top_ids.shape[1], float(given.softcap),
     )  # fmt: skip
     if is_sm90:
@@ -292,7 +210,8 @@ def _plan(given: SampleGiven, low_bits: tuple[int, int]) -> Launch:
         team = choose_team(batch_size, vocab_size, num_sms)
         return Launch(
             common.shipped(_SM90, _OP), (batch_size * team, 1, 1), facts.block,
-            facts.shared_bytes, numbers, options={"cluster": (team, 1, 1)},
+            facts.shared_bytes, numbers,
+            options={"cluster": (team, 1, 1), **device_of(logits.device).following},
         )  # fmt: skip
     parts = choose_parts(batch_size, vocab_size, num_sms)
     function = common.shipped(_OP, _OP)
@@ -303,7 +222,7 @@ def _is_plain(given: SampleGiven, low_bits: int) -> bool:
     """Whether nothing changes the values of rows, and these are of whole, aligned vectors."""
     logits = given.logits
     is_changed = given.softcap != 0 or any(
-        getattr(given, each) is not None for each in _ROWS.split()
+        getattr(given, each) is not None for each in ROWS.split()
     )
     elems = common.VEC_BYTES // logits.element_size()
     stride = logits.stride(0) if logits.shape[0] > 1 else 0
@@ -314,7 +233,7 @@ def _aligned(given: SampleGiven, low_bits: tuple[int, int], row_stride: int) -> 
     """kAlignedLogits and kAlignedChanges of csrc/sampling/sm90/fours.cuh."""
     size, four_bytes = given.logits.shape[1], _FOUR * given.logits.element_size()
     logits = common.is_aligned(_FOUR, size, row_stride) and low_bits[0] % four_bytes == 0
-    changing = _row_stride(given.bias), _row_stride(given.output_counts)
+    changing = stride_of_rows(given.bias), stride_of_rows(given.output_counts)
     changes = common.is_aligned(_FOUR, size, *changing) and not low_bits[1]
     return int(logits) + 2 * int(changes)
 

@@ -34,13 +34,15 @@
 #ifndef __forceinline__
 #define __forceinline__ inline
 #endif
+#undef __noinline__
+#define __noinline__
 
 static uint3 threadIdx, blockIdx;
 static dim3 blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int kMaxThreads = 2048;  // of a cluster
+constexpr int kMaxThreads = 4096;  // of a cluster
 constexpr int kMaxCluster = 8;
 constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;

@@ -1,0 +1,203 @@
+// Where the threshold of a row is, nearly, by counts of the first pass: the window of the second.
+#pragma once
+
+#include "sampling/sm90/passes.cuh"
+
+namespace kernel_hub::sampling::sm90 {
+
+// Bins as deep as rows that are normal are, by a sample: of each thread the largest. A fifth of
+// them are above the sample, which most of what is largest is, and weighs most: what one bin has
+// together is guessed badly. s.range: at most so deep. Returns what is not counted: this, and what
+// is less.
+__device__ __forceinline__ float rule(float of_thread, Shared& s) {
+    const float deepest = s.range;
+    const float largest =
+        block_reduce(of_thread, s.float_slots, [](float a, float b) { return fmaxf(a, b); });
+    const float range = fminf(3.0f * (largest - least_of(of_thread, s)), deepest);
+    const float ruled = range * 1.25f;
+    const Ruler ruler = ruler_of(largest + ruled / 5.0f, ruled);
+    if (threadIdx.x == 0) {
+        s.range = largest > -kInfinity ? range : deepest;
+        s.ruler = ruler;
+    }
+    __syncthreads();
+    return from_key(key_of(ruler.top - ruled) - 1);
+}
+
+// As last_before, by a warp: each lane asks of one of 32 keys.
+__device__ __forceinline__ uint32_t last_before_of_warp(const Ruler& ruler, int bin, uint32_t low,
+                                                        uint32_t high) {
+    const uint32_t lane_idx = threadIdx.x % 32;
+#pragma unroll 1
+    while (bin > 0 && low < high) {
+        const uint32_t span = high - low, step = span / 32 + 1;
+        const uint32_t key = low + min(span, (lane_idx + 1) * step);
+        const uint32_t num = __popc(__ballot_sync(kAllLanes, ruler.bin_of(from_key(key)) >= bin));
+        high = num == 32 ? high : low + min(span, (num + 1) * step) - 1;
+        low += min(span, num * step);
+    }
+    return high;
+}
+
+// What a thread's neighbouring bins have, and all before them.
+struct OwnBins {
+    uint64_t amount = 0, amount_before, of_all;  // masses, or counts
+    uint32_t count = 0, count_before;
+
+    static constexpr int kNum = kNumBins / kNumThreads;
+    static __device__ __forceinline__ int first() { return threadIdx.x * kNum; }
+    __device__ __forceinline__ bool has_count(uint32_t place) const {
+        return count_before <= place && place - count_before < count;
+    }
+};
+
+// is_guess: masses become what the counts say of what is above `from`, all of a bin as its middle.
+__device__ __forceinline__ OwnBins sum_own(Bins& bins, const Weigher& weigher, float from,
+                                           bool is_guess, bool is_mass, Shared& s) {
+    const Ruler ruler = s.ruler;
+    OwnBins own;
+#pragma unroll 1
+    for (int at = own.first(); at < own.first() + own.kNum; at += 2) {
+        const uint2 counts = *reinterpret_cast<const uint2*>(&bins.counts[at]);
+        uint2 low = *reinterpret_cast<const uint2*>(&bins.low[at]);
+        uint2 high = *reinterpret_cast<const uint2*>(&bins.high[at]);
+        const auto weigh = [&](int i, uint32_t count, uint32_t& word, uint32_t& upper) {
+            own.count += count;
+            if (is_mass && is_guess) {
+                const float middle = ruler.middle(i);
+                uint64_t mass =
+                    middle > from ? count * weigher.mass(fminf(middle, weigher.largest)) : 0;
+                if (i == 0 && count > 0) {
+                    mass = max(mass, uint64_t{1} << kMassBits);  // it has the largest
+                }
+                word = static_cast<uint32_t>(mass);
+                upper = static_cast<uint32_t>(mass >> 32);
+            }
+            own.amount += is_mass ? static_cast<uint64_t>(upper) << 32 | word : count;
+        };
+        weigh(at, counts.x, low.x, high.x);
+        weigh(at + 1, counts.y, low.y, high.y);
+        *reinterpret_cast<uint2*>(&bins.low[at]) = low;
+        *reinterpret_cast<uint2*>(&bins.high[at]) = high;
+    }
+    const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
+    const uint64_t amount_until = warp_scan(own.amount, lane_idx);
+    const uint32_t count_until = warp_scan(own.count, lane_idx);
+    if (lane_idx == 31) {
+        s.mass_slots[warp_idx] = amount_until;
+        s.count_slots[warp_idx] = count_until;
+    }
+    __syncthreads();
+    own.amount_before = amount_until - own.amount;
+    own.count_before = count_until - own.count;
+    own.of_all = 0;
+#pragma unroll
+    for (int i = 0; i < kNumWarps; ++i) {
+        own.amount_before += i < warp_idx ? s.mass_slots[i] : 0;
+        own.count_before += i < warp_idx ? s.count_slots[i] : 0;
+        own.of_all += s.mass_slots[i];
+    }
+    return own;
+}
+
+// A value that about `place` values are above, if those of its bin are alike, and the key of it;
+// what bins have above it.
+struct Cut {
+    uint32_t key;
+    uint64_t above;
+};
+
+// By the thread that has the bin of it.
+template <typename Amount>
+__device__ __forceinline__ Cut cut_at(const Bins& bins, const Ruler& ruler, const OwnBins& own,
+                                      uint32_t place, const Amount& amount) {
+    uint32_t before = own.count_before;
+    uint64_t above = own.amount_before;
+    int i = own.first();
+#pragma unroll 1
+    for (; place - before >= bins.counts[i]; ++i) {
+        before += bins.counts[i];
+        above += amount(i);
+    }
+    const float part = static_cast<float>(place - before) / static_cast<float>(bins.counts[i]);
+    const float along = static_cast<float>(i) + (part - 0.5f);
+    return {key_of(ruler.top - along / (kNumBins - 1) / ruler.inverse),
+            above + static_cast<uint64_t>(part * static_cast<float>(amount(i)))};
+}
+
+// Makes the window that of the bin in which the bins together meet s.wanted of counts or masses, if
+// one does. Where they hold counts of the first pass masses are guessed by them, and what is wanted
+// by top_p where it is 0; then some values around the guess are in the window too, whose ends need
+// not be those of bins: the pass that follows weighs what is above it. By all threads.
+__device__ __forceinline__ void find_window(Bins& bins, const Weigher& weigher, float from,
+                                            bool is_guess, float top_p, Shared& s) {
+    constexpr uint32_t kAround = 24;  // guesses are wrong by two or three
+    Search& search = s.search;
+    const bool is_mass = search.is_mass, is_guessed = is_mass && is_guess;
+    const Ruler ruler = s.ruler;
+    const OwnBins own = sum_own(bins, weigher, from, is_guess, is_mass, s);
+    const uint64_t target = s.wanted > 0 ? s.wanted : mass_needed(top_p, own.of_all);
+    const auto amount = [&](int i) { return is_mass ? bins.mass(i) : bins.counts[i]; };
+    if (threadIdx.x == 0) {
+        s.bin = -1;
+    }
+    __syncthreads();
+    if (own.amount_before < target && target - own.amount_before <= own.amount) {
+        uint64_t sum = own.amount_before;
+        uint32_t before = own.count_before;
+        int i = own.first();
+#pragma unroll 1
+        for (; target - sum > amount(i); ++i) {
+            sum += amount(i);
+            before += bins.counts[i];
+        }
+        const uint32_t count = bins.counts[i];
+        const float share = static_cast<float>(target - sum) / static_cast<float>(amount(i));
+        const uint32_t place = before + static_cast<uint32_t>(share * static_cast<float>(count));
+        const bool is_small = count + 2 * kAround <= kNumCandidates;
+        const uint32_t begin = place - min(place, 2 * kAround);
+        s.bin = i;
+        s.place = is_small ? min(before, begin + kAround) : begin;
+        s.room = (is_small ? max(before + count, place + kAround) : place + 2 * kAround) - s.place;
+        s.above_window = is_guessed ? 0 : sum;
+        search.collects = is_guessed || count <= kNumCandidates;
+        if (is_guessed) {
+            search.from = search.low;
+            search.to = search.high;
+        }
+    }
+    __syncthreads();
+    const int bin = s.bin, warp_idx = threadIdx.x / 32;
+    if (bin < 0) {
+        return;
+    }
+    if (is_guessed) {
+        const uint32_t begin = s.place, end = begin + s.room;
+        if (begin > 0 && own.has_count(begin)) {
+            const Cut cut = cut_at(bins, ruler, own, begin, amount);
+            search.to = max(search.low + 1, min(search.high, cut.key));
+            s.above_window = cut.above;
+        }
+        __syncthreads();
+        if (own.has_count(end)) {
+            const Cut cut = cut_at(bins, ruler, own, end, amount);
+            search.from = max(search.low, min(search.to - 1, cut.key));
+        }
+    } else if (warp_idx == 0) {
+        const uint32_t to = last_before_of_warp(ruler, bin, search.low, search.high);
+        if (threadIdx.x == 0) {
+            search.to = to;
+            search.above += s.above_window;
+        }
+    } else if (warp_idx == 1) {
+        const uint32_t after = bin == kNumBins - 1
+                                   ? search.low
+                                   : last_before_of_warp(ruler, bin + 1, search.low, search.high);
+        if (threadIdx.x == 32) {
+            search.from = after;
+        }
+    }
+    __syncthreads();
+}
+
+}  // namespace kernel_hub::sampling::sm90
