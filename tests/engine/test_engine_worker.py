@@ -123,7 +123,9 @@ config = {{"model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "interme
 engine = Engine.random(config, device="cpu")
 made = grammars.Grammars(engine)
 to = "#/$defs/x"
-chain = {{f"x{{i}}": {{"properties": {{"": {{"$ref": f"{{to}}{{i + 1}}"}}}}}} for i in range({CHAIN})}}
+chain = {{
+    f"x{{i}}": {{"properties": {{"": {{"$ref": f"{{to}}{{i + 1}}"}}}}}} for i in range({CHAIN})
+}}
 (deep,) = made.json({{"$defs": chain | {{"x{CHAIN}": {{}}}}, "$ref": "#/$defs/x0"}}, 1)
 print(engine.generate(["a"], SamplingParams(max_tokens=20, grammar=deep))[0].error)
 grammars.MOST_S = 0.5

@@ -17,11 +17,11 @@ from kernel_hub import ops
 
 lot = lot_modules()
 NAMES = lot.by_lot.families(["rows"])
-# Drawn in families of other names, and what computes nothing of its own.
+# Drawn in families of other names, what computes nothing of its own, and what no peer has.
 ELSEWHERE = {
     "linear", "qkv_linear", "swiglu_linear", "gated_linear", "grouped_linear", "batched_matmul",
     "flash_attention", "flash_attention_qkvpacked", "decode_attention", "mla_decode", "log_softmax",
-    "unpad_input",
+    "unpad_input", "sample_slice",
 }  # fmt: skip
 
 
