@@ -28,6 +28,7 @@ from .compilers.nvcc import (
     Compiled,
     Job,
     Nvcc,
+    built_for,
     compile_cubin,
     compile_described,
     find_nvcc,
@@ -174,17 +175,16 @@ def _plan(
             )
     jobs = []
     for name in only or sources:
-        one = only_arch(sources[name])
-        asked = [arch for arch in archs if one in (None, arch)]
+        asked = built_for(sources[name], archs)
         jobs += make_jobs(sources[name], asked, nvcc.version, csrc)
     # An architecture left out of --arch today is not stale: only a vanished source is.
-    kept = {(name, arch) for name, path in sources.items() for arch in _any_arch(path)}
+    kept = {(name, arch) for name, path in sources.items() for arch in _every_arch(path)}
     return jobs, kept | {(job.name, job.arch) for job in jobs}
 
 
-def _any_arch(source: Path) -> list[str]:
+def _every_arch(source: Path) -> list[str]:
     one = only_arch(source)
-    return [one] if one else list(ARCHS)
+    return [one] if one else built_for(source, ARCHS)
 
 
 def _load(out: Path) -> tuple[Entries, dict[str, str]]:

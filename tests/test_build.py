@@ -14,7 +14,7 @@ import pytest
 from built_tree import NVCC, PLAIN_HEADER, Tree, needs_nvcc
 
 from kernel_hub.compilers import nvcc
-from kernel_hub.compilers.nvcc import find_nvcc, make_jobs
+from kernel_hub.compilers.nvcc import built_for, find_nvcc, make_jobs
 from kernel_hub.errors import KernelHubError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,12 +105,23 @@ def test_the_source_digest_covers_what_decides_the_bytes(tree: Tree) -> None:
         ("flags:", "not understood"),
         ("allow-local-memory:", "not understood"),
         ("allow_local_memory: typo", "not understood"),
+        ("not-for: sm89", "not understood"),
+        ("not-for: sm89:", "not understood"),
+        ("not-for: Ada: as it says", "not understood"),
     ],
 )
 def test_directives_are_checked(tree: Tree, line: str, said: str) -> None:
     source = tree.write("a.cu", f"// kernel_hub: {line}\n")
     with pytest.raises(KernelHubError, match=said):
         make_jobs(source, ["sm80"], "13.0.88")
+
+
+def test_a_source_leaves_an_arch_to_the_code_of_an_older_one(tree: Tree) -> None:
+    archs = ["sm80", "sm89", "sm90"]
+    source = tree.write("a.cu", "// kernel_hub: not-for: sm89: as it says\n")
+    assert built_for(source, archs) == ["sm80", "sm90"]
+    assert built_for(tree.write("b.cu", ""), archs) == archs
+    assert built_for(tree.write("c_sm90.cu", ""), archs) == ["sm90"]
 
 
 def test_without_nvcc_the_message_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

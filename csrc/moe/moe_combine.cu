@@ -11,6 +11,7 @@
 //   scalar    elements, any size, any alignment; four rows
 // Into the residual is allowed: each element is read, then written, by one thread.
 // Source: Shazeer et al., "Outrageously Large Neural Networks", 2017.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/follow_launch.cuh"

@@ -16,6 +16,7 @@
 //   word, half_word    4 or 2 bytes, any alignment
 //   count     one chunk a block
 // Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/block_scan.cuh"
 #include "kernel_hub/bounds.cuh"

@@ -19,6 +19,7 @@
 // Groups take a warp a token. Rows that begin at 16 bytes are read so (is_vec).
 // Source: Shazeer et al., "Outrageously Large Neural Networks", 2017; DeepSeek-AI, "DeepSeek-V2",
 // 2024, 2.1.2, and "DeepSeek-V3 Technical Report", 2024, 2.1.2.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include <float.h>
 #include <limits.h>

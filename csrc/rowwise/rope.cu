@@ -23,6 +23,7 @@
 //   scalar           any size, any alignment
 // In place is allowed: each element is read, then written, by one thread.
 // Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/follow_launch.cuh"

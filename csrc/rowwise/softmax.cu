@@ -21,6 +21,7 @@
 // `out` may be `x`, `dx` may be `dout` or `out`: each element is read, then written, by one thread.
 // Shared memory, dynamic: three floats a warp, 16 bytes that a cluster's blocks read, rows that are
 // kept. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/launch_facts.cuh"
 #include "rowwise/softmax/forward.cuh"

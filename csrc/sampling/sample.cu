@@ -25,6 +25,7 @@
 // Shared memory: 33 KB, candidates and bins.
 // Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020; Keskar et al.,
 // "CTRL", 2019; Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/launch_facts.cuh"
 #include "sampling/parts.cuh"

@@ -15,6 +15,7 @@
 // One kernel for every dtype and alignment, as sample.cu.
 // Shared memory: 11 KB, candidates.
 // Source: as sample.cu.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"

@@ -18,6 +18,7 @@
 // Shared memory: 1.1 KB, of words that blocks read of each other.
 // Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; Chen
 // et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/launch_facts.cuh"
 #include "sampling/verify.cuh"

@@ -17,6 +17,7 @@
 // _scalar any size and alignment. Shared memory: 4 KB. Source: Miao et al., "SpecInfer:
 // Accelerating Large Language Model Serving with Tree-based Speculative Inference and
 // Verification", 2024, algorithm 2.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/launch_facts.cuh"
 #include "sampling/verify.cuh"

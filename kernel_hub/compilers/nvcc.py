@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ DESCRIBING = "include/kernel_hub/launch_facts.cuh"
 INSTALL_NVCC = 'pip install "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2"'
 
 _DIRECTIVE = re.compile(r"^\s*//\s*kernel_hub:\s*(.*?)\s*$", re.MULTILINE)
+_NOT_FOR = re.compile(r"\s*(sm\d+):\s*\S.*")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 _LINE_MARKER = re.compile(r'^# \d+ "([^"<]+)"', re.MULTILINE)
 _SLOW_WGMMA = re.compile(r".*(?:\bC75(?:08|10|13|14)\b|instructions are serialized).*")
@@ -127,7 +129,7 @@ def make_jobs(source: Path, archs: list[str], toolkit: str, csrc: Path | None = 
     The hash covers the source, the project headers it includes, transitively, the flags and the
     toolkit; system headers belong to the toolkit.
     """
-    asked, reason = _directives(source)
+    asked, reason, _ = _directives(source)
     csrc = csrc or source.parent
     texts = _project_files(source, csrc)
     jobs = []
@@ -151,8 +153,16 @@ def only_arch(source: Path) -> str | None:
     return match[1] if match else None
 
 
-def _directives(source: Path) -> tuple[list[str], str | None]:
+def built_for(source: Path, archs: Iterable[str]) -> list[str]:
+    """Those of `archs` that a source is built for: not what it leaves to code for an older one."""
+    one, left = only_arch(source), _directives(source)[2]
+    return [arch for arch in archs if one in (None, arch) and arch not in left]
+
+
+def _directives(source: Path) -> tuple[list[str], str | None, list[str]]:
+    """nvcc's flags, why local memory may be used, the architectures that are left out."""
     flags: list[str] = []
+    left: list[str] = []
     reason = None
     for text in _DIRECTIVE.findall(_read(source)):
         key, _, value = text.partition(":")
@@ -160,17 +170,19 @@ def _directives(source: Path) -> tuple[list[str], str | None]:
             flags += shlex.split(value)
         elif key == "allow-local-memory" and value.strip():
             reason = value.strip()
+        elif key == "not-for" and (found := _NOT_FOR.fullmatch(value)):
+            left.append(found[1])
         else:
             raise KernelHubError(
-                f"{source}: `// kernel_hub: {text}` is not understood; there are "
-                "`flags: <nvcc flags>` and `allow-local-memory: <reason>`"
+                f"{source}: `// kernel_hub: {text}` is not understood; there are `flags: <nvcc "
+                "flags>`, `allow-local-memory: <reason>` and `not-for: <arch>: <reason>`"
             )
     bad = _UNREPRODUCIBLE.intersection(",".join(flags).split(","))
     if bad:
         raise KernelHubError(
             f"{source}: {', '.join(sorted(bad))} would make the cubin differ from place to place"
         )
-    return flags, reason
+    return flags, reason, left
 
 
 def _read(path: Path) -> str:

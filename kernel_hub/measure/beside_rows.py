@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from .. import ops
+from ..ops import vocab_slices
 from ..testing import reference_moe
 from .beside_op import Inputs, Op, Sizes, Tensors
 
@@ -80,6 +81,19 @@ ROWS: dict[str, Op] = {
         },
         lambda i: ops.embedding(i["ids"], i["weight"]),
         lambda i: functional.embedding(i["ids"], i["weight"]),
+    ),
+    "sample_slice": Op(
+        {"batch": 128, "vocabulary": 16032},
+        # One slice, greedy, with the draw behind the exchange.
+        lambda s, t: {
+            "x": t.normal(s["batch"], s["vocabulary"]), "temperature": t.fp32(s["batch"]).zero_(),
+            "seed": t.count(s["batch"]),
+        },
+        lambda i: vocab_slices.sample_slices(
+            ops.sample_slice(i["x"], 0, temperature=i["temperature"], seed=i["seed"])[None],
+            i["x"].shape[1], temperature=i["temperature"], seed=i["seed"],
+        )[0],
+        lambda i: i["x"].argmax(-1),
     ),
     "verify_draft": Op(
         {"batch": 32, "drafts": 4, "vocabulary": 128256},

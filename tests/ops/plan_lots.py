@@ -93,12 +93,13 @@ def _swigluoai(lot: Lot) -> tuple[Any, ...]:
     return _silu(lot)[0], options
 
 
-def _sample(lot: Lot) -> tuple[Any, ...]:
+def _sample(lot: Lot, *first: int) -> tuple[Any, ...]:
     batch, size = lot.log(1, 1000), lot.one(32000, 50257, 128256, 151936, 262144)
     logits = lot.rows(batch, size, dtype=lot.one(*HALF, torch.float32), aligned=False)
-    given = {"top_k": torch.empty(batch, dtype=torch.int32), "top_p": torch.empty(batch)}
+    sets = {"top_k": torch.empty(batch, dtype=torch.int32), "top_p": torch.empty(batch)}
+    given = {} if first else sets
     bias = lot.one(None, torch.empty(size))
-    return (logits,), {**given, "seed": torch.empty(batch, dtype=torch.int64), "bias": bias}
+    return (logits, *first), {**given, "seed": torch.empty(batch, dtype=torch.int64), "bias": bias}
 
 
 def _rope(lot: Lot) -> tuple[Any, ...]:
@@ -373,7 +374,8 @@ def _attention_fp8(lot: Lot) -> tuple[Any, ...]:
 
 DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "rms_norm": ("rms_norm", _norm), "layer_norm": ("layer_norm", _layer_norm),
-    "sample": ("sample", _sample), "silu_and_mul": ("silu_and_mul", _silu), "gelu": ("gelu", _gelu),
+    "sample": ("sample", _sample), "sample_slice": ("sample_slice", lambda lot: _sample(lot, 7)),
+    "silu_and_mul": ("silu_and_mul", _silu), "gelu": ("gelu", _gelu),
     "relu_squared": ("relu_squared", _silu), "gelu_and_mul": ("gelu_and_mul", _gelu),
     "quantize_e4m3": ("quantize_e4m3", _quantize), "softmax": ("softmax", _softmax),
     "log_softmax": ("log_softmax", _softmax),

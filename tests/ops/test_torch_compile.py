@@ -211,6 +211,7 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
                 scale.new_empty(len(ids), 3),
             ),
         ),
+        (ops.sample_slice, (x[0], 5, *[None] * 10, 0.0, ids.new_empty(len(ids), 522).int())),
         (
             ops.verify_draft,
             (
@@ -221,8 +222,8 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
                 ids.new_empty(1, dtype=torch.int32),
             ),
         ),
-        (ops.linear, (x, t["weight"], w, 1, r, False, torch.bfloat16)),
-        (ops.linear_out, (x, t["weight"], w, 2, None, True, torch.empty_like(x))),
+        (ops.linear, (x, t["weight"], w, 1, r, False, True, torch.bfloat16)),
+        (ops.linear_out, (x, t["weight"], w, 2, None, True, False, torch.empty_like(x))),
         (
             ops.grouped_linear,
             (r.view(10, 64), t["experts"], t["offsets"], None, 2, True, torch.float32),
