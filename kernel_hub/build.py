@@ -245,7 +245,7 @@ def _build(
     stale = [file for file in out.glob("sm*/*.cubin") if file not in shipped]
     for file in stale:
         file.unlink()
-        print(f"removed {file.relative_to(out)}: no source for it")
+        print(f"removed {file.relative_to(out)}: no source is built for it")
     print(
         f"{len(entries)} cubins in {_shown(out)}: {len(todo) - num_failed} built, "
         f"{len(jobs) - len(todo)} unchanged, {len(stale)} removed"

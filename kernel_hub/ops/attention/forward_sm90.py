@@ -139,7 +139,7 @@ def _mean_tokens(problem: Problem) -> float:
         zip(problem.seqlens, problem.totals, strict=True),
     )
     means = (
-        longest if table is None else min(longest, total / problem.batch_size)
+        longest if table is None else min(longest, total / max(1, problem.batch_size))
         for table, (longest, total) in zip(tables, every, strict=True)
     )
     return max(means)

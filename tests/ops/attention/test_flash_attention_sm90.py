@@ -338,6 +338,8 @@ def test_short_sequences_are_the_portable_kernels() -> None:
         problem(50, 50, cache_seqlens=lengths), problem(50, 50, batch_invariant=True),
     ):  # fmt: skip
         assert not SM90.is_short(other)
+    nobody = varlen(1, 0)._replace(batch_size=0)
+    assert SM90.is_short(nobody)
 
 
 def test_what_the_tma_takes() -> None:
