@@ -88,7 +88,8 @@ def decode(device: str) -> None:
             if softcap == 0:
                 options["sinks"] = torch.zeros(8, device=device, dtype=dtype)
             ops.decode_attention(q, *pages, cache_seqlens=lengths, return_lse=True, **options)
-            if seqlen_q == 1 and head_dim == 128 and not (is_e4m3 or softcap or num_splits):
+            is_whole = not (is_e4m3 or softcap or num_splits)
+            if device == "cuda" and seqlen_q == 1 and head_dim == 128 and is_whole:
                 alone = {"block_table": table, "deterministic": "batch"}
                 ops.decode_attention(q, *pages, cache_seqlens=lengths, **alone)
             new = {"k": q[:, :, :2], "v": q[:, :, 2:4], "cos": angles, "sin": angles}

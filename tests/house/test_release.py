@@ -16,6 +16,8 @@ import pytest
 import shipped_tree
 from test_packaging import needs_setuptools
 
+from kernel_hub.collection.manifest import open_collection
+
 ROOT = Path(__file__).resolve().parents[2]
 DATE = 1_700_000_000
 ANCHOR = "readme = HERE"  # a line of setup.py before which tests put one of their own
@@ -94,7 +96,11 @@ def test_the_bill_has_all_machine_code_and_requirements(released: Path) -> None:
     with zipfile.ZipFile(released / "kernel_hub-0.1.0-py3-none-any.whl") as wheel:
         code = [name for name in wheel.namelist() if re.search(r"\.(cubin|so)$", name)]
         assert told == {name: hashlib.sha256(wheel.read(name)).hexdigest() for name in code}
-    assert len(code) == len(shipped_tree.FEW) * 3 + 1 and any(name.endswith(".so") for name in code)
+    cubins = open_collection().manifest.cubins
+    assert sum(name.endswith(".cubin") for name in code) == sum(
+        len(cubins[name]) for name in shipped_tree.FEW
+    )
+    assert sum(name.endswith(".so") for name in code) == 1
     for one in root["components"]:
         assert {"kernel_hub:source_sha256"} <= {each["name"] for each in one["properties"]}
     for reference in root["externalReferences"]:
