@@ -69,9 +69,7 @@ def _check(summaries: Any, vocab_size: Any, *tensors: Any) -> None:
     if summaries.dtype != torch.int32 or not summaries.is_contiguous():
         raise common.refuse(_OP, "summaries", "a contiguous tensor of dtype int32", summaries)
     common.check_whole(_OP, "vocab_size", vocab_size, least=1)
-    fields: dict[str, Any] = dict.fromkeys(SampleGiven._fields)
-    fields |= dict(zip(_BATCH, tensors, strict=True))
-    given = SampleGiven(**(fields | {"logits": summaries}))
+    given = SampleGiven(summaries, **dict(zip(_BATCH, tensors, strict=True)))
     for name in _BATCH:
         check_one(_OP, given, name, (summaries.shape[1],))
     if given.seed is None:

@@ -195,15 +195,11 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
     items = batch_size * num_kv_heads
     device = device_of(q.device)
-    seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
-    token_bytes = 2 * head_dim * k_cache.element_size()
-    num_bytes = batch_size * num_kv_heads * seen * token_bytes
-    caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
     split = plans.Split(1, items, items, 0)
-    # What the others state is not read before: for nothing in a first call, if it is not for them.
-    shape = (0, 0) if sm90.choice else short.shape_for(given)
+    shape = short.shape_for(given)
     rows = seqlen_q * (num_heads // num_kv_heads)
-    if not shape[0]:
+    # Where those are launched, a first call does not read what the others state.
+    if sm90.choice or not shape[0]:
         # A scale below 0 turns the order of scores round, which only the general kernel bears.
         is_general = (
             window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
@@ -213,10 +209,12 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         )
         if sm90.applies(given, variant):
             return Step(sm90.plan(given))
+    if not shape[0]:
         items *= -(-rows // variant.rows)
-        caches = caches._replace(items=items)
-        if sm90.choice:
-            shape = short.shape_for(given)
+        seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
+        token_bytes = 2 * head_dim * k_cache.element_size()
+        num_bytes = batch_size * num_kv_heads * seen * token_bytes
+        caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
         blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
         split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]

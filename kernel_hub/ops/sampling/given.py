@@ -24,25 +24,25 @@ class SampleGiven(NamedTuple):
     """The arguments of the registered op."""
 
     logits: Any
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    seed: Any
-    offset: Any
-    repetition_penalty: Any
-    presence_penalty: Any
-    frequency_penalty: Any
-    top_n: Any
-    bias: Any
-    token_bitmask: Any
-    prompt_bitmask: Any
-    output_counts: Any
-    softcap: float
-    out: Any
-    out_logprob: Any
-    out_top_ids: Any
-    out_top_logprobs: Any
+    temperature: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    seed: Any = None
+    offset: Any = None
+    repetition_penalty: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    top_n: Any = None
+    bias: Any = None
+    token_bitmask: Any = None
+    prompt_bitmask: Any = None
+    output_counts: Any = None
+    softcap: float = 0.0
+    out: Any = None
+    out_logprob: Any = None
+    out_top_ids: Any = None
+    out_top_logprobs: Any = None
 
     @property
     def tensors(self) -> tuple[Any, ...]:

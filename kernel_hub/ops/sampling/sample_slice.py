@@ -150,9 +150,8 @@ def _cpu_into(given: SampleGiven, first_token: int) -> None:
 
 def _given(logits: Any, first_token: int, *arguments: Any) -> tuple[SampleGiven, int]:
     *tensors, softcap, out = arguments
-    fields: dict[str, Any] = dict.fromkeys(SampleGiven._fields)
-    fields |= dict(zip(_TENSORS, tensors, strict=True))
-    return SampleGiven(**(fields | {"logits": logits, "softcap": softcap, "out": out})), first_token
+    named = dict(zip(_TENSORS, tensors, strict=True))
+    return SampleGiven(logits, **named, softcap=softcap, out=out), first_token
 
 
 _op = common.define_given(
