@@ -74,6 +74,11 @@ NAMED: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "rope_theta": 5e5, "max_position_embeddings": 131072,
     },
+    "llama-3-70b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
+        "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "rope_theta": 5e5, "max_position_embeddings": 131072,
+    },
 }  # fmt: skip
 
 
