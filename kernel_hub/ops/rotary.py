@@ -194,7 +194,7 @@ def frequencies_of(
     config: Any, *, layer_type: str | None = None, seqlen: int | None = None,
     device: torch.device | str | None = None,
 ) -> Frequencies:  # fmt: skip
-    """`frequencies` as a model's configuration of transformers says (4.53 to 5.21).
+    """`frequencies` as a model's configuration of transformers says (4.53 to 5.24).
 
     layer_type: whose, where kinds of layers differ ("sliding_attention").
     """

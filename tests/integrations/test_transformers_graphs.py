@@ -4,6 +4,7 @@ what a replay does to caches and gives back. CUDA graphs are stood in for (graph
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from graph_recorder import (  # noqa: E402
 )
 
 from kernel_hub.integrations import transformers as door  # noqa: E402
-from kernel_hub.integrations.transformers import capturing, counts, step_graphs  # noqa: E402
+from kernel_hub.integrations.transformers import capturing, counts, families, step_graphs  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -311,15 +312,17 @@ def test_what_is_captured_waits_for_nothing(
 def test_generate_does_not_compile(model: Any) -> None:
     """Where graphs take the cache; where they do not, or it is asked to, it is as before."""
     chat, config = Chat(model), copy.deepcopy(model.generation_config)
+    taken = inspect.signature(type(model).forward).parameters
+    given = {next(name for name in families.CACHES if name in taken): chat.cache}
     config.compile_config = transformers.CompileConfig(fullgraph=False)
     config.compile_config._compile_all_devices = True
-    assert model._valid_auto_compile_criteria({"past_key_values": chat.cache}, config)
+    assert model._valid_auto_compile_criteria(given, config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model), "device", torch.device("cuda"))
         config.compile_config = None
-        assert not model._valid_auto_compile_criteria({"past_key_values": chat.cache}, config)
+        assert not model._valid_auto_compile_criteria(given, config)
         door.restore(model)
-        assert model._valid_auto_compile_criteria({"past_key_values": chat.cache}, config)
+        assert model._valid_auto_compile_criteria(given, config)
 
 
 def test_compiled_by_the_caller(model: Any, made: Any) -> None:
@@ -359,7 +362,7 @@ def test_the_table() -> None:
     row = door.accelerate(model, graphs=True).rows[-1]
     assert (row.module, row.op) == ("LlamaForCausalLM", "CUDA graphs")
     row = door.accelerate(model.lm_head, graphs=True).rows[-1]
-    assert row.op is None and row.reason == "its forward takes no past_key_values"
+    assert row.op is None and row.reason == "its forward takes no cache or past_key_values"
     door.restore(model)
     vars(model)["forward"] = type(model).forward.__get__(model)
     row = door.accelerate(model, graphs=True).rows[-1]

@@ -28,6 +28,8 @@ NORMS = frozenset(f"{stem}RMSNorm" for stem in _ATTENTION)
 ATTENTIONS = frozenset(f"{stem}Attention" for stem in _ATTENTION)
 MLPS = frozenset(f"{stem}MLP" for stem in _ATTENTION - {"Mixtral"})
 MOE_BLOCKS = frozenset({"MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock"})
+# What forwards call the cache, newest transformers first: since 5.24, before it, until 4.56.
+CACHES = ("cache", "past_key_values", "past_key_value")
 NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Their norms are of weight + 1.
 _OFFSET_NORMS = frozenset({"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"})
@@ -35,7 +37,7 @@ _OFFSET_NORMS = frozenset({"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"})
 _CONFIG_WINDOW = frozenset({"MistralAttention", "MixtralAttention"})
 _PARTS_OF_INTEREST = ("Norm", "Attention", "MLP", "Mlp", "Experts", "MoeBlock", "Linear")
 
-# Every name that forwards of these classes use, in transformers 4.53 to 5.21: a forward with
+# Every name that forwards of these classes use, in transformers 4.53 to 5.24: a forward with
 # another one does something that is not known here.
 _KNOWN_NAMES = {
     "norm": """_norm dtype eps float float32 mean pow rsqrt to torch type_as variance_epsilon

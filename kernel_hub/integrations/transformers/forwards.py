@@ -128,13 +128,14 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tenso
         return original(self, reason, *args, **kwargs)
     q, k, v = _projected(self, state, hidden_states, cos, sin)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    options = {name: value for name, value in given.items() if name not in names}
     cache = given.get(state.details["cache"])
     if cache is not None:
         more: tuple[Any, ...] = ()
         if state.details["cache_kwargs"]:
             more = ({"sin": sin, "cos": cos, "cache_position": given.get("cache_position")},)
-        k, v = cache.update(k, v, self.layer_idx, *more)
-    options = {name: value for name, value in given.items() if name not in names}
+        told = {"kwargs": {**options}} if state.details["cache_options"] else {}
+        k, v = cache.update(k, v, self.layer_idx, *more, **told)
     window = state.details["window"]
     if window == "own":
         options["sliding_window"] = self.sliding_window

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import capturing, counts
+from .families import CACHES
 from .masks import decode, is_encoded
 from .sliding import NAME as SLIDING
 from .sliding import Sliding, counted_by
@@ -60,7 +61,7 @@ class StepGraphs:
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model's forward gives for these, by a graph where one can."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        cache = given.get("past_key_values")
+        cache = _cache_of(given)
         if cache is None or not _is_step(given):
             return self._as_it_is(args, kwargs)
         leaves = list(_leaves(given))
@@ -94,7 +95,7 @@ class StepGraphs:
 
     def compiles(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Whether `generate` compiles forward: not where graphs do the same, unless told to."""
-        ours = not self._failed and refused_cache(model_kwargs.get("past_key_values")) is None
+        ours = not self._failed and refused_cache(_cache_of(model_kwargs)) is None
         if ours and getattr(generation_config, "compile_config", None) is None:
             return False
         return getattr(type(self._model), _COMPILES)(self._model, model_kwargs, generation_config)
@@ -192,8 +193,8 @@ class StepGraphs:
 def install(model: torch.nn.Module) -> str | None:
     """Let graphs run the model's steps; gives why not where they cannot."""
     own = type(model).forward
-    if "past_key_values" not in inspect.signature(own).parameters:
-        return "its forward takes no past_key_values"
+    if not {*CACHES} & {*inspect.signature(own).parameters}:
+        return f"its forward takes no {' or '.join(CACHES[:2])}"
     if "forward" in vars(model):
         return "its forward is somebody's already"
     try:
@@ -263,6 +264,11 @@ def _refused_leaves(cache: Any, leaves: list[tuple[Any, Any]]) -> str | None:
     if len(devices) > 1 or {device.type for device in devices} != {_DEVICE}:
         return f"tensors on {', '.join(sorted(map(str, devices)))}"
     return None
+
+
+def _cache_of(given: dict[str, Any]) -> Any:
+    """The cache among a forward's arguments, under any of its names; None: there is none."""
+    return next((given[name] for name in CACHES if given.get(name) is not None), None)
 
 
 def _is_step(given: dict[str, Any]) -> bool:

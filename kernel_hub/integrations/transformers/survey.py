@@ -260,7 +260,7 @@ def _norm_details(norm: Any) -> dict[str, Any]:
 def _details(module: Any, code: Any) -> dict[str, Any] | str:
     """How the forward of its class calls what it calls; in words, what is not known of it."""
     parameters = code.co_varnames[1 : code.co_argcount]
-    caches = [name for name in ("past_key_values", "past_key_value") if name in parameters]
+    caches = [name for name in families.CACHES if name in parameters]
     if not caches or parameters[:3] != ("hidden_states", "position_embeddings", "attention_mask"):
         return f"its forward takes {', '.join(parameters)}, which this version does not know"
     norm = None
@@ -274,7 +274,7 @@ def _details(module: Any, code: Any) -> dict[str, Any] | str:
     window = "own" if "sliding_window" in code.co_names else None
     return {
         "parameters": parameters, "cache": caches[0], "norm": norm,
-        "cache_kwargs": "cache_kwargs" in code.co_varnames,
+        "cache_kwargs": "cache_kwargs" in code.co_varnames, "cache_options": caches[0] == "cache",
         "window": "config" if families.window_from_config(module) else window,
         "softcap": "attn_logit_softcapping" in code.co_names, "norm_details": {},
     }  # fmt: skip
