@@ -200,21 +200,22 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
     float values[kPerLane];
     read_any<kPerLane>(logits, element, token_idx * logits_stride, first_expert, num_experts,
                        is_vec, values);
+    // NOTE: where all scores are divided by their sum, the largest is wanted at the end alone: then
+    // it is the first winner.
+    const bool scores_all = has_bias || !renormalises;
     float largest = values[0], sum = 1.0f;
-    if (!is_sigmoid) {
+    if (!is_sigmoid && scores_all) {
 #pragma unroll
         for (int i = 1; i < kPerLane; ++i) {
             largest = fmaxf(largest, values[i]);
         }
         largest = value_of(token_max(key_of(largest), lanes));
-        if (has_bias || !renormalises) {
-            sum = 0.0f;
+        sum = 0.0f;
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i) {
-                sum += first_expert + i < num_experts ? expf(values[i] - largest) : 0.0f;
-            }
-            sum = group_sum(sum, lanes);
+        for (int i = 0; i < kPerLane; ++i) {
+            sum += first_expert + i < num_experts ? expf(values[i] - largest) : 0.0f;
         }
+        sum = group_sum(sum, lanes);
     }
     const auto score_of = [&](float logit) {
         const float power = expf(is_sigmoid ? -logit : logit - largest);
@@ -239,6 +240,7 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
                                   top_groups);
     }
 
+    float own_logit = 0.0f;
 #pragma unroll 1
     for (int j = 0; j < k; ++j) {
         int best[kPerLane];
@@ -267,21 +269,42 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
             block_chosen[token * k + j] = first_expert + place;
             block_weights[token * k + j] = value_of(winner);  // without a bias, the logit
         }
+        own_logit = lane_idx == j ? value_of(winner) : own_logit;
+        if (!scores_all && j == 0) {
+            largest = value_of(winner);
+        }
     }
     __syncwarp();
 
     // NOTE: with a bias the logits of the chosen are read again: which of a lane's registers had
     // one costs more.
-    for (int j = lane_idx; j < k; j += lanes) {
-        float logit = block_weights[token * k + j];
+    const auto score_at = [&](int expert, float logit) {
         if (has_bias) {
-            const int64_t at = token_idx * logits_stride + block_chosen[token * k + j];
-            logit = finite(load_element(logits, at, element));
+            logit = finite(load_element(logits, token_idx * logits_stride + expert, element));
         }
-        block_weights[token * k + j] = score_of(logit);
+        return score_of(logit);
+    };
+    // NOTE: weights of nothing but zeros stay zeros.
+    const auto factor_of = [&](float total) { return __fdividef(scale, total + 1e-20f); };
+    const int64_t first = static_cast<int64_t>(first_token) * k;
+    // A warp of a token has a weight a lane, and need not look for it in shared memory.
+    if (lanes == kWarpSize && k <= kWarpSize) {
+        const bool is_chosen = lane_idx < k;
+        const int own_expert = is_chosen ? block_chosen[token * k + lane_idx] : 0;
+        const float weight = is_chosen ? score_at(own_expert, own_logit) : 0.0f;
+        const float factor =
+            renormalises ? factor_of(group_sum(weight, k <= 8 ? 8 : kWarpSize)) : scale;
+        if (is_chosen && first_token + token < num_tokens) {
+            weights[first + token * k + lane_idx] = weight * factor;
+            chosen[first + token * k + lane_idx] = own_expert;
+        }
+        return;
+    }
+    for (int j = lane_idx; j < k; j += lanes) {
+        float& weight = block_weights[token * k + j];
+        weight = score_at(block_chosen[token * k + j], weight);
     }
     __syncwarp();
-
     float factor = scale;
     if (renormalises) {
         float total = 0.0f;
@@ -289,17 +312,7 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
         for (int j = 0; j < k; ++j) {
             total += block_weights[token * k + j];
         }
-        factor = __fdividef(scale, total + 1e-20f);  // weights of nothing but zeros stay zeros
-    }
-    // A warp of one token writes it at once, others together.
-    const int64_t first = static_cast<int64_t>(first_token) * k;
-    if (lanes == kWarpSize) {
-#pragma unroll 1
-        for (int j = lane_idx; j < k && first_token + token < num_tokens; j += kWarpSize) {
-            weights[first + token * k + j] = block_weights[token * k + j] * factor;
-            chosen[first + token * k + j] = block_chosen[token * k + j];
-        }
-        return;
+        factor = factor_of(total);
     }
     __syncwarp();
 #pragma unroll 1

@@ -41,11 +41,11 @@ using FirstFactors = Factors<T, 1, false>;
 template <bool kIs32, typename T, typename Out, int kVecs, typename Use>
 __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const RowVecs<T, kVecs>& row,
                                           const FirstFactors<T>& first_factors, RowShape shape,
-                                          int thread_idx, int num_vecs, const Use& use) {
+                                          int num_vecs, const Use& use) {
     constexpr int kBatch = kVecs == 1 || kIs32 ? 1 : 2;
 #pragma unroll
     for (int first = 0; first < kVecs; first += kBatch) {
-        const int first_idx = thread_idx + first * blockDim.x;
+        const int first_idx = threadIdx.x + first * blockDim.x;
         Factors<T, kBatch, kIs32> factors;
         if constexpr (kVecs == 1 && !kIs32) {
             factors = first_factors;
@@ -68,14 +68,14 @@ __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const Row
 template <typename T, typename Out, int kVecs, typename Use>
 __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const RowVecs<T, kVecs>& row,
                                           const FirstFactors<T>& first_factors, RowShape shape,
-                                          int thread_idx, int num_vecs, const Use& use) {
+                                          int num_vecs, const Use& use) {
     if constexpr (sizeof(T) != sizeof(float)) {
         if (p.is_weight32) {
-            norm_each<true>(p, row, first_factors, shape, thread_idx, num_vecs, use);
+            norm_each<true>(p, row, first_factors, shape, num_vecs, use);
             return;
         }
     }
-    norm_each<false>(p, row, first_factors, shape, thread_idx, num_vecs, use);
+    norm_each<false>(p, row, first_factors, shape, num_vecs, use);
 }
 
 // What a row leaves once its shape is known.
@@ -95,10 +95,10 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, T>& p, RowVecs<T
         }
         write_row(p.out + vec_idx * kWidth, s);
     };
-    norm_each(p, row, first, shape, threadIdx.x, num_vecs, write);
+    norm_each(p, row, first, shape, num_vecs, write);
 }
 
-// Quantised: normed once where registers hold the results until their largest is known, else twice.
+// Quantised: results stay in registers until their largest is known, where the row was.
 template <typename T, int kVecs>
 __device__ __forceinline__ void finish_vecs(const NormParams<T, EightBits>& p,
                                             RowVecs<T, kVecs>& row, const FirstFactors<T>& first,
@@ -106,45 +106,21 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, EightBits>& p,
                                             float (&slots)[kMaxWarps]) {
     constexpr int kWidth = kVecElems<T>;
     float largest = 0.0f;
-    if constexpr (kVecs * kWidth <= 16) {
-        float normed[kVecs][kWidth];
-        const auto keep = [&](int i, int, float (&s)[kWidth]) {
-            largest = max_nan(largest, largest_of(s));
+    float normed[kVecs][kWidth];
+    const auto keep = [&](int i, int, float (&s)[kWidth]) {
+        largest = max_nan(largest, largest_of(s));
 #pragma unroll
-            for (int j = 0; j < kWidth; ++j) {
-                normed[i][j] = s[j];
-            }
-        };
-        norm_each(p, row, first, shape, threadIdx.x, num_vecs, keep);
-        const float factor = scale_row(p, row_max(largest, slots), num_vecs > 0);
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            const int vec_idx = threadIdx.x + i * blockDim.x;
-            if (vec_idx < num_vecs) {
-                write_scaled(p, vec_idx * kWidth, factor, normed[i]);
-            }
+        for (int j = 0; j < kWidth; ++j) {
+            normed[i][j] = s[j];
         }
-    } else {
-        float factor = -1.0f;  // not known yet
-#pragma unroll 1
-        while (true) {
-            const bool is_last = !(factor < 0.0f);
-            // Addresses are made anew: kept from round to round they spill.
-            int thread_idx = threadIdx.x;
-            asm volatile("" : "+r"(thread_idx), "+r"(num_vecs));
-            norm_each(p, row, first, shape, thread_idx, num_vecs,
-                      [&](int, int vec_idx, float (&s)[kWidth]) {
-                          if (is_last) {
-                              write_scaled(p, vec_idx * kWidth, factor, s);
-                          } else {
-                              largest = max_nan(largest, largest_of(s));
-                          }
-                      });
-            if (is_last) {
-                break;
-            }
-            factor = scale_row(p, row_max(largest, slots), num_vecs > 0);
-            row.keep_packed();
+    };
+    norm_each(p, row, first, shape, num_vecs, keep);
+    const float factor = scale_row(p, row_max(largest, slots), num_vecs > 0);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = threadIdx.x + i * blockDim.x;
+        if (vec_idx < num_vecs) {
+            write_scaled(p, vec_idx * kWidth, factor, normed[i]);
         }
     }
 }
@@ -169,6 +145,18 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     if constexpr (kVecs == 1) {
         if (sizeof(T) == sizeof(float) || !p.is_weight32) {
             first.load(p, threadIdx.x, num_vecs);
+        }
+    }
+    if constexpr (std::is_same_v<T, Out>) {
+        // NOTE: asked for, not read: that is 16 registers more.
+        if (p.adds_after) {
+#pragma unroll
+            for (int i = 0; i < kVecs; ++i) {
+                const int vec_idx = threadIdx.x + i * blockDim.x;
+                if (vec_idx < num_vecs) {
+                    prefetch_l2(p.residual + vec_idx * kWidth);
+                }
+            }
         }
     }
     if (adds && !p.adds_after) {

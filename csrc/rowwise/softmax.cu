@@ -16,7 +16,8 @@
 //   warps    the same of rows of up to 640 columns: blockDim.x is 32
 //   loop     rows of any length and alignment, of such vectors: a pass for maximum and sum, one for
 //            results. A row is kept in dynamic shared memory where the launch has some beside what
-//            sums take, and then as much as it needs; others are read twice. Clusters as above
+//            sums take, and then as much as it needs; others are read twice. Clusters as above.
+//            Of kept ones in 16 bits without a mask (kept.cuh) the maximum has a pass of its own
 // Gradients have vectors of `out`; of what lies otherwise elements are read one by one.
 // `out` may be `x`, `dx` may be `dout` or `out`: each element is read, then written, by one thread.
 // Shared memory, dynamic: three floats a warp, 16 bytes that a cluster's blocks read, rows that are

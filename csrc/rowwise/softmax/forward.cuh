@@ -2,31 +2,10 @@
 #pragma once
 
 #include "kernel_hub/follow_launch.cuh"
-#include "rowwise/softmax/row.cuh"
+#include "rowwise/softmax/kept.cuh"
+#include "rowwise/softmax/params.cuh"
 
 namespace kernel_hub::rowwise::softmax {
-
-template <typename T>
-struct SoftmaxParams {
-    T* out;            // (outer, middle, num_rows, size)
-    const T* x;        // same shape
-    const void* mask;  // same shape, T or bytes of 0 and 1, or null
-    RowStrides out_strides, x_strides, mask_strides;
-    int num_rows, size, blocks_a_row;
-    int is_added;  // the mask is T
-    int is_log;
-    float scale;
-
-    __device__ __forceinline__ const void* mask_of(int64_t row_idx) const {
-        const int64_t start = mask_strides.start(row_idx) * (is_added ? sizeof(T) : 1);
-        return static_cast<const uint8_t*>(mask) + start;
-    }
-    // Whether a row's mask is whole words where x is whole vectors.
-    __device__ __forceinline__ bool fits(const Share& share, const void* of_row) const {
-        return is_added ? share.fits(static_cast<const T*>(of_row))
-                        : (reinterpret_cast<uintptr_t>(of_row) - share.lead) % 4 == 0;
-    }
-};
 
 // What a vector's mask has: T, or of a mask of truth a byte an element, in the first words.
 template <typename T>
@@ -92,19 +71,6 @@ __device__ __forceinline__ float largest_among(float largest, const float (&s)[k
         largest = max_nan(largest, s[j]);
     }
     return largest;
-}
-
-template <typename T>
-__device__ __forceinline__ float quotient(float a, float b) {
-    if constexpr (std::is_same_v<T, float>) {
-        return a / b;
-    }
-    return __fdividef(a, b);
-}
-
-// What numbers are set off from, so that a part of -inf alone gives no nan.
-__device__ __forceinline__ float base_of(float largest) {
-    return largest == -INFINITY ? 0.0f : largest;
 }
 
 // This thread's part of a row that is whole vectors, scaled and masked.
@@ -309,22 +275,12 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
     const bool is_kept = keeps_rows(), is_word = p.fits(share, mask), fits_out = share.fits(out);
     follow_launch_before();
     if (is_kept) {
-        // NOTE: what is read one by one is waited for: after all else is under way.
-#pragma unroll 1
-        for (int is_last = 0; is_last < 2; ++is_last) {
-            uint4* kept = kept_vecs();
-#pragma unroll 1
-            for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
-                const bool has_all = is_inside<T>(column, p.size);
-                if (has_all && !is_last) {
-                    keep_vec(kept, x, column);
-                } else if (!has_all && is_last) {
-                    *kept = read_columns(x, column, p.size);
-                }
+        keep_row(x, first_column, step, p.size);
+        if constexpr (!std::is_same_v<T, float>) {
+            if (p.mask == nullptr && p.scale > 0.0f && softmax_kept(p, share, out)) {
+                return;
             }
         }
-        cp_async_commit();
-        cp_async_wait<0>();
     }
 
     // Of this thread, then of the row: a sum is of powers of distances from the maximum so far.

@@ -73,16 +73,17 @@ template <typename T>
 __device__ __forceinline__ bool is_inside(int column, int size) {
     return column >= 0 && column + kVecElems<T> <= size;
 }
-// Of a vector what the row has, one by one, zeros beside.
+// Of a vector what the row has, one by one, and beside it `beside`.
 template <typename T>
-__device__ __forceinline__ uint4 read_columns(const T* row, int column, int size) {
+__device__ __forceinline__ uint4 read_columns(const T* row, int column, int size,
+                                              uint32_t beside = 0) {
     constexpr int kElems = Word<T>::kElems;
     using Bits = std::conditional_t<kElems == 1, uint32_t, uint16_t>;
     const Bits* bits = reinterpret_cast<const Bits*>(row) + column;
     uint32_t words[4] = {};
 #pragma unroll
     for (int j = 0; j < kVecElems<T>; ++j) {
-        const uint32_t element = is_column(column + j, size) ? bits[j] : 0;
+        const uint32_t element = is_column(column + j, size) ? bits[j] : beside;
         words[j / kElems] |= element << 16 * (j % kElems);
     }
     return make_uint4(words[0], words[1], words[2], words[3]);

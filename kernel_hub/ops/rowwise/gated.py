@@ -13,7 +13,8 @@ from ...errors import KernelHubError, TensorError
 from ..core import common
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
-from .norm import E4M3, choose, quantised_rows, scalar_choice
+from .norm import E4M3, quantised_rows
+from .norm_shapes import choose, scalar_choice
 
 # What `approximate` of a GELU may be -> whether it is by tanh.
 GELU_FORMS = {"none": False, "tanh": True}

@@ -49,7 +49,6 @@ def layer_norm(
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
     batch_invariant = deterministic is not False and common.is_batch(_norm.op, deterministic)
-    given = NormGiven(x, weight, bias, residual, eps, weight_offset, adds_after, batch_invariant)
     if (
         residual is out_dtype is out is out_scale is residual_out is None
         and adds_after is False
@@ -64,8 +63,10 @@ def layer_norm(
             return _norm.cuda_plain(x, weight, bias, eps, weight_offset, batch_invariant)
         except common.FOREIGN:
             _norm.operands.check_tensors((x,), (weight, bias, None, None, None, None))
-            _norm.check(given, Outs(None, None, None))
+            plain = NormGiven(x, weight, bias, None, eps, weight_offset, False, batch_invariant)
+            _norm.check(plain, Outs(None, None, None))
             raise
+    given = NormGiven(x, weight, bias, residual, eps, weight_offset, adds_after, batch_invariant)
     found: torch.Tensor | tuple[torch.Tensor, ...] = _norm(
         given, out_dtype, Outs(out, out_scale, residual_out)
     )
@@ -78,4 +79,4 @@ def _normed(s: torch.Tensor, eps: float) -> torch.Tensor:
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
-_norm = Norm("layer_norm", kernels="layer_norm", needs_weight=False, normed=_normed)
+_norm = Norm("layer_norm", kernels="layer_norm", needs_weight=False, num_sums=2, normed=_normed)

@@ -13,65 +13,16 @@ from ...errors import KernelHubError, TensorError
 from ..core import common
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
+from .norm_shapes import Joined, choose_joined, scalar_choice
 
 E4M3 = torch.float8_e4m3fn
 # What results may be quantised to, each row by a scale of its own: its largest number.
 QUANTISED: dict[torch.dtype, float] = {E4M3: 448.0, torch.int8: 127.0}
-# Threads of a multiprocessor that few rows have at most; vectors of rows that a warp takes alone.
-_AT_ONCE, _NARROW = 1024, 64
-# Rows of 65 to 128 vectors with two sums: no barriers, twice the bytes under way.
-_MANY_NARROW = ("vec4", 32, 4)
 # Of the largest magnitude of a row.
 _LEAST = 1e-12
 _NAMES = "out out_scale residual_out x weight bias residual"
 _IN_PLACE = "out=x out=residual residual_out=x residual_out=residual"
 _empty_like = torch.empty_like
-
-
-def scalar_choice(size: int) -> tuple[str, int, int]:
-    """(variant, threads a row, rows a block) for rows that 16-byte vectors do not fit."""
-    threads = min(256, 32 * -(-size // 32))
-    return "scalar", threads, max(1, 128 // threads)
-
-
-def choose(
-    vecs: int, rows: int, has_residual: bool, batch_invariant: bool = False, num_sms: int = 0
-) -> tuple[str, int, int]:
-    """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
-
-    batch_invariant: the threads of a row are those of few rows.
-
-    Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
-    once, many rows want four vectors a thread and two rows a block. Rows of one vector a thread
-    that all run at once are few.
-    """
-    if vecs <= 32:
-        threads = 1 << (vecs - 1).bit_length()
-        return "vec1", threads, 128 // threads
-    if vecs > 4 * 1024:
-        return "loop", 512, 1
-    few = is_few(vecs, rows, num_sms)
-    if batch_invariant or few:
-        widest = (256, 1024)
-    elif has_residual:
-        widest = (128, 640 if rows > 4096 and vecs % 512 else 128)
-    else:
-        widest = (32, 1024 if vecs % 512 else 512 if rows <= 4096 else 256)
-    per_thread = 1 if vecs <= widest[0] else 2 if vecs <= widest[1] else 4
-    threads = 32 * -(-vecs // (32 * per_thread))
-    several = not few and (
-        threads <= 64
-        or (threads == 128 and per_thread != 2)
-        or (threads == 256 and per_thread == 4 and rows > (4096 if has_residual else 16384))
-    )
-    return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
-
-
-def is_few(vecs: int, rows: int, num_sms: int) -> bool:
-    """Whether rows of `vecs` vectors do not fill the GPU, a vector a thread."""
-    return rows <= 256 or (
-        _NARROW < vecs <= 256 and rows * 32 * -(-vecs // 32) <= _AT_ONCE * num_sms
-    )
 
 
 class NormGiven(NamedTuple):
@@ -99,16 +50,16 @@ class Norm:
     """A norm, in every form.
 
     op: its name to callers; kernels: of its cubin, of the functions in it and of the registered op;
-    needs_weight: None is refused; normed: (s in fp32, eps) -> what weight and bias are for, on the
-    CPU.
+    needs_weight: None is refused; num_sums: along a row; normed: (s in fp32, eps) -> what weight
+    and bias are for, on the CPU.
     """
 
     def __init__(
-        self, op: str, *, kernels: str, needs_weight: bool,
+        self, op: str, *, kernels: str, needs_weight: bool, num_sums: int,
         normed: Callable[[torch.Tensor, float], torch.Tensor],
     ) -> None:  # fmt: skip
         self.op, self.kernels, self.needs_weight = op, kernels, needs_weight
-        self.normed = normed
+        self.num_sums, self.normed = num_sums, normed
         # A bare tuple of a launch: unpacking it takes 40 ns less.
         self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
         self.plain_plans: Plans[tuple[Any, ...]] = Plans()
@@ -274,14 +225,12 @@ class Norm:
             variant, threads, rows_a_block = scalar_choice(hidden_size)
         else:
             gpu = device_of(x.device)
-            has_residual = residual is not None
-            variant, threads, rows_a_block = choose(
-                hidden_size // elems, rows * outer, has_residual, given.batch_invariant, gpu.num_sms
+            is_quantised = out.dtype in QUANTISED
+            waits = is_quantised or self.num_sums > 1
+            joined = Joined(waits, is_quantised, residual is not None, given.adds_after)
+            variant, threads, rows_a_block = choose_joined(
+                hidden_size // elems, rows * outer, joined, given.batch_invariant, gpu.num_sms
             )
-            if threads > 64:  # with two sums and more registers, rows of their own are 6 % faster
-                rows_a_block = 1
-            elif variant == "vec2" and threads == 64 and out_scale is None:
-                variant, threads, rows_a_block = _MANY_NARROW
         form = "_quantised" if out.dtype in QUANTISED else ""
         name = f"{self.kernels}_{common.DTYPE_TOKENS[x.dtype]}{form}_{variant}"
         function = common.shipped(self.kernels, name)

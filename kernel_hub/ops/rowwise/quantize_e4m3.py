@@ -12,7 +12,8 @@ from ..core.counters import counters
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from .gated import choose_of_rows
-from .norm import E4M3, scalar_choice
+from .norm import E4M3
+from .norm_shapes import scalar_choice
 
 _OP = "quantize_e4m3"
 _BLOCK = 128

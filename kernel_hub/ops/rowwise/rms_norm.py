@@ -13,7 +13,8 @@ from ...errors import KernelHubError, TensorError
 from ..core import common
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
-from .norm import QUANTISED, Norm, NormGiven, Outs, choose, is_few, scalar_choice
+from .norm import QUANTISED, Norm, NormGiven, Outs
+from .norm_shapes import choose, is_few, scalar_choice
 
 _OP = "rms_norm"
 # What a call's shapes, strides and alignment were checked and planned to be.
@@ -168,7 +169,7 @@ def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: An
 def _choose(
     vecs: int, rows: int, has_residual: bool, batch_invariant: bool = False, num_sms: int = 0
 ) -> tuple[str, int, int]:
-    """As `choose` of norm.py; some rows with a residual as docs/notes/rms_norm.md has measured."""
+    """As `choose`; some rows with a residual as docs/notes/rms_norm.md has measured."""
     is_some = has_residual and rows <= _SOME_ROWS and _WIDE[0] <= vecs <= _WIDE[1]
     if not is_some or batch_invariant or is_few(vecs, rows, num_sms):
         return choose(vecs, rows, has_residual, batch_invariant, num_sms)
@@ -377,5 +378,6 @@ _joined = Norm(
     _OP,
     kernels="rms_norm_joined",
     needs_weight=True,
+    num_sums=1,
     normed=lambda s, eps: s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps),
 )

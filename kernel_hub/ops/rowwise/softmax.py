@@ -65,7 +65,6 @@ def log_softmax(
 
 
 def _call(op: str, x: Any, mask: Any, scale: Any, is_log: bool, out: Any) -> torch.Tensor:
-    operands = _OPERANDS[op]
     try:
         if (
             mask is out is None
@@ -73,11 +72,22 @@ def _call(op: str, x: Any, mask: Any, scale: Any, is_log: bool, out: Any) -> tor
             and -_MOST <= scale <= _MOST
             and _is_quick(x)
         ):
-            return _cuda_plain(op, x, scale, is_log)
+            # The quick way through eager calls: no function between this and the launch.
+            key = (
+                x.dtype, x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15,
+                x.get_device(),
+            )  # fmt: skip
+            plan = _plain_plans.get(key) or _plan_plain(op, x, key)
+            function, grid, block, shared_bytes, numbers, options = plan
+            made: torch.Tensor = _empty_like(x)
+            params = (made, x, None, *numbers, 0, +is_log, scale)
+            function(grid, block, shared_bytes, None, params, **options)
+            return made
     except common.FOREIGN:
-        operands.check_tensors((x,), (mask, out))
+        _OPERANDS[op].check_tensors((x,), (mask, out))
         planning.check(op, x, mask, out)
         raise
+    operands = _OPERANDS[op]
     scale = common.check_number(op, "scale", scale)
     is_plain = operands.are_plain((x,), (mask, out))
     has_gradient = torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad
@@ -127,23 +137,12 @@ def _run(launch: Launch, tensors: tuple[Any, ...], rest: tuple[Any, ...], check:
         raise
 
 
-def _cuda_plain(op: str, x: torch.Tensor, scale: float, is_log: bool) -> torch.Tensor:
-    """Rows of a CUDA tensor without a mask into a new one: the quick way through eager calls."""
-    key = (
-        x.dtype, x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15, x.get_device()
-    )  # fmt: skip
-    plan = _plain_plans.get(key)
-    if plan is None:
-        planning.check(op, x, None, None)
-        found, _ = _found(
-            _OP, common.DTYPE_TOKENS[x.dtype], (_empty_like(x), x, None), lambda: None, 4
-        )
-        plan = _plain_plans.keep(key, tuple(found))
-    function, grid, block, shared_bytes, numbers, _, options = plan
-    out = _empty_like(x)
-    params = (out, x, None, *numbers, 0, int(is_log), scale)
-    function(grid, block, shared_bytes, None, params, **options)
-    return out
+def _plan_plain(op: str, x: torch.Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of rows of a CUDA tensor without a mask into a new one."""
+    planning.check(op, x, None, None)
+    kind = common.DTYPE_TOKENS[x.dtype]
+    launch, _ = _found(_OP, kind, (_empty_like(x), x, None), lambda: None, 4)
+    return _plain_plans.keep(key, (*launch[:5], launch.options))
 
 
 def _cuda_into(

@@ -25,9 +25,11 @@ _THREADS = (512, 1024)
 # Of a cluster; more than _PORTABLE only of a whole GPU, which has so many multiprocessors.
 _PORTABLE, _MOST, _WHOLE_GPU = 8, 16, 100
 # Of a block that reads its part of a row twice, of all such on a multiprocessor.
-_PASS_THREADS, _PASS_THREADS_AN_SM = 640, 1344
-_PART_VECS, _PARTS_AN_SM = 512, 4  # how small parts of rows become, so that there are so many
+_PASS_THREADS, _PASS_THREADS_AN_SM = 640, 1280
+_PART_VECS, _PARTS_AN_SM = 512, 3  # how small parts of rows become, so that there are so many
+_FEW_PARTS_AN_SM, _MOST_PARTS_AN_SM = 4, 6  # among which threads are shared out
 _RESERVED = 1024  # of shared memory, beside what a block asks for
+_ROUNDED = 4096  # of a part of a row, whose threads have as many vectors each
 
 
 class Shape(NamedTuple):
@@ -99,45 +101,48 @@ def choose_passes(vecs: int, rows: int, tensors: int, gpu: PlannedGpu) -> Shape:
     """For rows that are read from shared memory, or twice.
 
     vecs: of one of the `tensors` that are read. A row is shared until there are enough blocks for
-    all multiprocessors, and until each has room for two, of which one loads or writes while the
-    other computes.
+    all multiprocessors, and until each has room for two rows, or three parts of rows, of which one
+    loads or writes while another computes.
     """
     whole = gpu.num_sms >= _WHOLE_GPU
     most = 1 if not gpu.has_clusters else _MOST if whole else _PORTABLE
     bytes_a_row = tensors * common.VEC_BYTES * vecs
-    room = gpu.sm_shared_bytes // 2 - _RESERVED - SHARED_BYTES
+
+    def room(blocks: int) -> int:
+        each = gpu.sm_shared_bytes // 2 if blocks == 1 else gpu.sm_shared_bytes // 3 - _ROUNDED
+        return each - _RESERVED - SHARED_BYTES
+
     blocks = 1
     while blocks < most and (
-        bytes_a_row > room * blocks
+        bytes_a_row > room(blocks) * blocks
         or (rows * blocks < _PARTS_AN_SM * gpu.num_sms and vecs >= 2 * _PART_VECS * blocks)
     ):
         blocks *= 2
     is_alone = rows * blocks <= gpu.num_sms
     part = -(-vecs // blocks)
     resident = gpu.sm_shared_bytes // (bytes_a_row // blocks + SHARED_BYTES + _RESERVED)
-    resident = 1 if is_alone else max(2, min(_PARTS_AN_SM, resident))
-    each = -(-part // min(_PASS_THREADS, _PASS_THREADS_AN_SM // resident // 32 * 32))
+    there = max(_FEW_PARTS_AN_SM, -(-rows * blocks // gpu.num_sms))
+    resident = 1 if is_alone else max(2, min(_MOST_PARTS_AN_SM, resident, there))
+    each = -(-part // min(_PASS_THREADS, _PASS_THREADS_AN_SM // resident // 64 * 64))
     threads = 32 * -(-part // (32 * each))
     kept_bytes = tensors * common.VEC_BYTES * each * threads
-    has_room = SHARED_BYTES + kept_bytes <= gpu.shared_bytes if is_alone else kept_bytes <= room
+    has_room = SHARED_BYTES + kept_bytes <= gpu.shared_bytes if is_alone else kept_bytes <= room(1)
     return Shape("loop", threads, 1, blocks, kept_bytes if has_room else 0)
 
 
 def choose_any(
-    vecs: int, rows: int, held: tuple[str, int, int] | None, op: str, elems: int, gpu: PlannedGpu
+    vecs: int, rows: int, held: tuple[str, int, int] | None, op: str, gpu: PlannedGpu
 ) -> Shape:
     """held: (the kernel that holds rows in registers, what it has of a row, of a thread at most) if
-    one takes them; elems: of a vector.
+    one takes them.
     """
     tensors = 2 if op == BACKWARD else 1
     if held is None:
         return choose_passes(vecs, rows, tensors, gpu)
     variant, units, a_thread = held
     shape = choose(units, rows, a_thread, gpu.num_sms if gpu.has_clusters else 0)
-    # Powers of fp32 take longer than their bytes: of none twice as many, if registers hold them.
-    is_costly = op != BACKWARD and elems < _NARROW_ELEMS
     is_shared = shape.blocks_a_row > 1 and not are_resident(shape, rows, gpu.num_sms)
-    if shape.variant == "loop" or (is_shared and not is_costly):
+    if shape.variant == "loop" or is_shared:
         return choose_passes(vecs, rows, tensors, gpu)
     if variant == "edges" and shape.blocks_a_row == 1:
         shape = choose_columns(units, rows, gpu.num_sms)
@@ -207,7 +212,7 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
         held = ("vec", vecs, a_thread)
     elif is_narrow:
         held = ("edges", size, COLUMNS)
-    shape = choose_any(vecs, num_rows, held, op, elems, gpu)
+    shape = choose_any(vecs, num_rows, held, op, gpu)
     function = common.shipped(CUBIN, f"{CUBIN}_{kind}_{shape.variant}")
     numbers = (*strides[0], *strides[1], *strides[2], rows, size, shape.blocks_a_row)
     grid = (-(-rows // shape.rows_a_block) * shape.blocks_a_row, middle, outer)

@@ -75,24 +75,27 @@ def embedding(
     Source: Vaswani et al., "Attention Is All You Need", 2017, 3.4; Shoeybi et al., "Megatron-LM",
     2019, for slices of the vocabulary.
     """
-    is_plain = (
+    if (
         scale is position_weight is positions is vocab_size is out is None
         and type(first_id) is int
         and first_id == 0
         and _is_quick(weight)
         and _is_quick(ids)
         and not common.is_debugging()
-    )
-    if not is_plain:
-        scale = None if scale is None else common.check_number(_OP, "scale", scale)
-        first_id = common.check_count(_OP, "first_id", first_id)
-        if vocab_size is not None:
-            vocab_size = common.check_count(_OP, "vocab_size", vocab_size)
+    ):
+        try:
+            return _cuda_plain(ids, weight)
+        except common.FOREIGN:
+            _operands.check_tensors((ids, weight), (None, None, None))
+            _check(ids, weight, None, None, None, 0, None)
+            raise
+    scale = None if scale is None else common.check_number(_OP, "scale", scale)
+    first_id = common.check_count(_OP, "first_id", first_id)
+    if vocab_size is not None:
+        vocab_size = common.check_count(_OP, "vocab_size", vocab_size)
     given = EmbeddingGiven(ids, weight, scale, position_weight, positions, first_id, vocab_size)
     is_given = out is not None
     try:
-        if is_plain:
-            return _cuda_plain(ids, weight)
         if not _operands.are_plain((ids, weight), (position_weight, positions, out)):
             _check(*given, out)
             return _registered.run(given, out)
@@ -213,8 +216,8 @@ def _cuda_plain(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Rows of a CUDA tensor into a new one: the quick way through eager calls."""
     key = (
         ids.dtype, ids.shape, ids.is_contiguous() or ids.stride(), weight.dtype, weight.shape,
-        weight.is_contiguous() or weight.stride(), weight.data_ptr() & 15, weight.device,
-        ids.device,
+        weight.is_contiguous() or weight.stride(), weight.data_ptr() & 15, weight.get_device(),
+        ids.get_device(),
     )  # fmt: skip
     plan = _plain_plans.get(key)
     if plan is None:

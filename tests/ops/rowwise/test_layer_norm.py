@@ -16,6 +16,7 @@ from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import layer_norm, rms_norm
+from kernel_hub.ops.rowwise.norm_shapes import Joined, choose_joined
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
@@ -124,8 +125,8 @@ def test_what_is_chosen_for_many_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # Several vectors a thread and rows a block, on rows that are no whole number of blocks.
-    choose, hidden = plans.choose, 16 // dtype.itemsize * vecs
-    monkeypatch.setattr(plans, "choose", lambda vecs, _, *how: choose(vecs, rows, *how))
+    choose, hidden = plans.choose_joined, 16 // dtype.itemsize * vecs
+    monkeypatch.setattr(plans, "choose_joined", lambda vecs, _, *how: choose(vecs, rows, *how))
     x = way.randn(3, hidden + 64, dtype=dtype)[:, :hidden]
     weight = way.randn(hidden, seed=1)
     options = {"weight": weight, "bias": weight, "eps": 1e-5}
@@ -134,6 +135,32 @@ def test_what_is_chosen_for_many_rows(
         check_norm(norm, found, x, **options)
     else:
         check_quantised(norm, found, x, **options)
+
+
+def test_shapes_of_joined_norms() -> None:
+    """A vector a thread where all rows run at once or a residual is read, else four."""
+
+    def chosen(rows: int, vecs: int, batch_invariant: bool = False, **how: bool) -> Any:
+        joined = Joined(**{**dict.fromkeys(Joined._fields, False), **how})
+        return choose_joined(vecs, rows, joined, batch_invariant, 132)
+
+    layer, quantised = {"waits": True}, {"waits": True, "is_quantised": True}
+    for how in (layer, quantised, {}):
+        assert chosen(2, 448, **how) == ("vec1", 448, 1)
+        assert chosen(2, 448, True, **how) == chosen(9000, 448, True, **how) == ("vec2", 224, 1)
+        assert chosen(5952, 672, **how) == ("vec4", 192, 1)
+        assert chosen(41666, 96, **how) == ("vec4", 32, 4)
+        assert chosen(9000, 64, **how) == ("vec2", 32, 4)
+        assert chosen(3, 5000, **how) == ("loop", 512, 1)
+    assert chosen(700, 640, **layer) == chosen(700, 640, **quantised) == ("vec4", 160, 1)
+    assert chosen(700, 640) == ("vec2", 320, 1)
+    assert chosen(3201, 112, **layer) == ("vec4", 32, 4)
+    after = {"has_residual": True, "adds_after": True}
+    assert chosen(1200, 1024, **after) == ("vec1", 1024, 1)
+    assert chosen(5952, 448, **after) == ("vec2", 224, 1)
+    assert chosen(584, 448, **layer) == chosen(277, 448, **quantised) == ("vec2", 224, 1)
+    assert chosen(1200, 448, has_residual=True, **layer) == ("vec1", 448, 1)
+    assert chosen(1200, 448, has_residual=True, **quantised)[0] == "vec4"
 
 
 @each_norm

@@ -207,6 +207,40 @@ def test_rows_read_twice_by_lot(
     module._plans.clear()
 
 
+@pytest.mark.parametrize("blocks", [1, 4])
+@each_op
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_kept_rows_of_any_numbers(
+    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, blocks: int
+) -> None:
+    """Without a mask: the least numbers, of which masks are made, parts of -inf, no numbers."""
+    if blocks > 1:
+        needs_clusters(way)
+    size = 1531
+    kept = 16 * 64 * -(-(size // 8 + 2) // (64 * blocks))
+    monkeypatch.setattr(plans, "choose_any", lambda *_: plans.Shape("loop", 64, 1, blocks, kept))
+    module._plans.clear()
+    module._plain_plans.clear()
+    least = torch.finfo(dtype).min
+    x = 3 * way.randn(9, size, dtype=dtype)
+    x[1, : size // 2], x[2], x[3, 5:], x[4, 9], x[5, 700], x[6] = (
+        -torch.inf, least, least, torch.nan, torch.inf, -torch.inf
+    )  # fmt: skip
+    x[7] *= 300
+    x[8, 1::2] = least
+    by_torch = torch.log_softmax if op is log_softmax else torch.softmax
+    other = torch.empty(9 * size + 3, dtype=dtype, device=x.device)[3:].view(9, size)
+    for scale in (1.0, 0.5, 3.0):
+        own = by_torch(x.float() * scale, -1)
+        for out in (None, other):
+            found = op(x, scale=scale, out=out)
+            assert torch.equal(found.isnan(), own.isnan())
+            rows = [0, 1, 7] if scale > 1 else [0, 1, 2, 3, 7, 8]  # the least numbers overflow
+            check_rows(op, found[rows], x[rows], scale=scale)
+    module._plans.clear()
+    module._plain_plans.clear()
+
+
 @pytest.mark.parametrize("size", [1, 6, 8, 17, 1031])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rows_of_any_alignment(way: Way, dtype: torch.dtype, size: int) -> None:

@@ -45,11 +45,15 @@ def test_plans() -> None:
     assert columns(1883, 648, 132) == shape("edges", 160)
     assert columns(9999, 8, 132) == shape("edges", 864)
     assert choose(50257, 64, plans.COLUMNS, 132) == shape("vec", 320, 1, 8)
-    # Read twice: shared until there are four blocks a multiprocessor, with room for two.
+    # Read twice: shared until there are three blocks a multiprocessor, with room for two rows or
+    # three parts.
     passes, gpu = plans.choose_passes, PlannedGpu(SM90, 132)
-    assert passes(4000, 4096, 1, gpu) == shape("loop", 448, 1, 1, 64512)
-    assert passes(6283, 4096, 2, gpu) == shape("loop", 640, 1, 2, 102400)
-    assert passes(32776, 65, 2, gpu) == shape("loop", 416, 1, 16, 66560)
+    assert passes(4000, 4096, 1, gpu) == shape("loop", 384, 1, 1, 67584)
+    assert passes(6284, 635, 1, gpu) == shape("loop", 640, 1, 1, 102400)
+    assert passes(16032, 512, 1, gpu) == shape("loop", 384, 1, 4, 67584)
+    assert passes(18992, 105, 1, gpu) == shape("loop", 256, 1, 8, 40960)
+    assert passes(6283, 4096, 2, gpu) == shape("loop", 320, 1, 4, 51200)
+    assert passes(32776, 65, 2, gpu) == shape("loop", 352, 1, 16, 67584)
     assert passes(32776, 3, 2, gpu) == shape("loop", 544, 1, 16, 69632)
     assert passes(300000, 3, 2, gpu) == shape("loop", 640, 1, 16)  # no shared memory has that
     assert passes(6283, 64, 2, PlannedGpu((8, 0), 108)) == shape("loop", 640, 1, 1, 204800)
@@ -78,10 +82,9 @@ def test_which_kernel_takes_which_rows() -> None:
         assert name("softmax", 50272, 81) == ("vec", 4)
         assert name("softmax", 50272, 82) == ("loop", 8)
         assert name("softmax", 50272, 635) == ("loop", 1)
-        assert name("softmax", 262208) == ("loop", 16)
-        # Of fp32 they are not: each power once.
-        assert name("softmax", 50272, 635, torch.float32) == ("vec", 8)
-        assert name("softmax", 50257, 635, torch.float32) == ("loop", 2)
+        assert name("softmax", 262208) == ("loop", 8)
+        assert name("softmax", 50272, 635, torch.float32) == ("loop", 4)
+        assert name("softmax", 50257, 635, torch.float32) == ("loop", 4)
         gradient = plans.BACKWARD
         assert name(gradient, 539) == name(gradient, 1883, 648) == ("vec", 1)
         assert name(gradient, 50257, 169) == ("loop", 4)
