@@ -120,8 +120,9 @@ __device__ __forceinline__ void attend_fp32(const Args& args, const Segment& seg
             float largest = fmaxf(sums.row_max[i], fmaxf(scores[2 * i], scores[2 * i + 1]));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            const float base = largest == -INFINITY ? 0.0f : largest * scale_log2;
-            shrink[i] = exp2_approx(sums.row_max[i] * scale_log2 - base);
+            const float base = largest == -INFINITY ? 0.0f : __fmul_rn(largest, scale_log2);
+            // Rounded as the base was: of a maximum that stays it is 1, tile after tile.
+            shrink[i] = exp2_approx(__fmul_rn(sums.row_max[i], scale_log2) - base);
             sums.row_max[i] = largest;
             const float low = exp2_approx(scores[2 * i] * scale_log2 - base);
             const float high = exp2_approx(scores[2 * i + 1] * scale_log2 - base);

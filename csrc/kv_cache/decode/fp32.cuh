@@ -79,31 +79,60 @@ __device__ __forceinline__ void prepare_rows_fp32(const Args& args, const Segmen
     }
 }
 
-// scores = queries x keys of a slot, 16 columns a step.
+// Columns that are multiplied at once: of the three products of each 8, one waits for another.
+// Columns from head_dim on are zeros in the slots and among the queries.
+constexpr int kColumnsAtOnce = 32;
+
+// scores = queries x keys of a slot.
 template <typename Config>
 __device__ __forceinline__ void multiply_keys_fp32(uint32_t queries, uint32_t slot, int head_dim,
                                                    int lane_idx, float (&scores)[4]) {
-#pragma unroll 4
-    for (int k = 0; k < (head_dim + 15) / 16; ++k) {
-        uint32_t words[4];
-        ldmatrix_x4(words, slot + swizzled<Config::kChunks>(lane_idx & 7, 4 * k + (lane_idx >> 3)));
-        Parts<4> keys;
-        keys.split(words);
-        float sums[2][4];
+    constexpr int kSteps = kColumnsAtOnce / 8;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32_t place =
-                queries + swizzled<Config::kChunks>(lane_idx & 15, 4 * k + 2 * i + (lane_idx >> 4));
-            uint32_t high[4], low[4];
-            ldmatrix_x4(high, place);
-            ldmatrix_x4(low, place + Config::kPartBytes);
-            mma_tf32_first(sums[i], low, keys.high[2 * i], keys.high[2 * i + 1]);
-            mma_tf32(sums[i], high, keys.low[2 * i], keys.low[2 * i + 1]);
-            mma_tf32(sums[i], high, keys.high[2 * i], keys.high[2 * i + 1]);
+    for (int k = 0; k < Config::kHeadDim / 8; k += kSteps) {
+        if (8 * k >= head_dim) {
+            continue;
+        }
+        Parts<2 * kSteps> keys;
+        uint32_t words[2 * kSteps];
+        uint32_t high[kSteps][4], low[kSteps][4];
+#pragma unroll
+        for (int i = 0; i < kSteps; i += 2) {
+            uint32_t four[4];
+            ldmatrix_x4(four, slot + swizzled<Config::kChunks>(lane_idx & 7,
+                                                               2 * (k + i) + (lane_idx >> 3)));
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                words[2 * i + e] = four[e];
+            }
         }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            scores[e] += sums[0][e] + sums[1][e];
+        for (int i = 0; i < kSteps; ++i) {
+            const uint32_t place =
+                queries + swizzled<Config::kChunks>(lane_idx & 15, 2 * (k + i) + (lane_idx >> 4));
+            ldmatrix_x4(high[i], place);
+            ldmatrix_x4(low[i], place + Config::kPartBytes);
+        }
+        keys.split(words);
+        float sums[kSteps][4];
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            mma_tf32_first(sums[i], low[i], keys.high[2 * i], keys.high[2 * i + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            mma_tf32(sums[i], high[i], keys.low[2 * i], keys.low[2 * i + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+            mma_tf32(sums[i], high[i], keys.high[2 * i], keys.high[2 * i + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; i += 2) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                scores[e] += sums[i][e] + sums[i + 1][e];
+            }
         }
     }
 }
@@ -115,25 +144,35 @@ __device__ __forceinline__ void multiply_values_fp32(const Parts<4>& weights,
                                                      const float (&shrink)[2], const uint8_t* slot,
                                                      int head_dim, int lane_idx,
                                                      Accumulator<Config>& sums) {
+    constexpr int kSteps = kColumnsAtOnce / 8;
     const int token = 2 * (lane_idx & 3), column = lane_idx >> 2;
+    const Parts<4> rows[1] = {weights};
 #pragma unroll
-    for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+    for (int j = 0; j < Config::kHeadDim / 8; j += kSteps) {
         if (8 * j >= head_dim) {
             continue;
         }
-        const int chunk = 2 * j + column / 4, inside = column % 4 * 4;
-        Parts<2> values;
-        values.split({*reinterpret_cast<const uint32_t*>(
-                          slot + swizzled<Config::kChunks>(token, chunk) + inside),
-                      *reinterpret_cast<const uint32_t*>(
-                          slot + swizzled<Config::kChunks>(token + 1, chunk) + inside)});
-        float products[4];
-        mma_tf32_first(products, weights.low, values.high[0], values.high[1]);
-        mma_tf32(products, weights.high, values.low[0], values.low[1]);
-        mma_tf32(products, weights.high, values.high[0], values.high[1]);
+        uint32_t words[2 * kSteps];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            sums.out[0][j][e] = fmaf(sums.out[0][j][e], shrink[e / 2], products[e]);
+        for (int i = 0; i < kSteps; ++i) {
+            const int chunk = 2 * (j + i) + column / 4, inside = column % 4 * 4;
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+                words[2 * i + t] = *reinterpret_cast<const uint32_t*>(
+                    slot + swizzled<Config::kChunks>(token + t, chunk) + inside);
+            }
+        }
+        Parts<2 * kSteps> values;
+        values.split(words);
+        float products[1][kSteps][4];
+        multiply_parts(products, rows, values);
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& out = sums.out[0][j + i][e];
+                out = fmaf(out, shrink[e / 2], products[0][i][e]);
+            }
         }
     }
 }

@@ -8,6 +8,8 @@ namespace kernel_hub::kv_cache::decode {
 
 // A longer cache counts as one of so many tokens; no room is larger.
 constexpr int kMostTokens = 1 << 30;
+// What an item that is a little longer than the others may have more than its parts.
+constexpr float kSpare = 0.25f;
 
 // How much of its cache a sequence attends to.
 struct Extent {
@@ -51,8 +53,12 @@ struct Work {
         if (units <= fine || are_whole) {
             return static_cast<float>(parallel);
         }
-        const float shares = units <= 12.0f * fine
-                                 ? fminf(1.5f * sms, 2.0f * sms - 0.5f * all_items)
+        const float places = 2.0f * sms;
+        if (is_even && all_items <= sms && units > 3.0f * fine && units <= 18.0f * fine) {
+            // All places are taken, as multiprocessors with one part of two would be waited for.
+            return all_items * (floorf(__fdividef(places + 0.5f, all_items)) - kSpare);
+        }
+        const float shares = units <= 12.0f * fine   ? fminf(1.5f * sms, places - 0.5f * all_items)
                              : units <= 24.0f * fine ? 3.0f * sms
                                                      : 8.0f * sms;
         // An item of 3/2 of the mean is one share.

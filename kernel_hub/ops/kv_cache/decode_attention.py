@@ -214,7 +214,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
         token_bytes = 2 * head_dim * k_cache.element_size()
         num_bytes = batch_size * num_kv_heads * seen * token_bytes
-        caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
+        caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes, batch_size == 1)
         blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
         split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]

@@ -43,13 +43,14 @@ _OF_CACHE = {1: f"{CUBIN}_e4m3", 2: CUBIN, 4: f"{CUBIN}_fp32"}  # by bytes of an
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
 FULL = 0.85
+_FP32_BYTES = 4  # of an element
 # Where no item can be longer than this, and no part that is cut without the lengths (of more items
 # than two a multiprocessor: 6 times as much), finding equal shares costs more than unequal ones do.
 SHORT_TOKENS, SHORT_BYTES = 8192, 360 << 10
 CROWD, CROWD_FACTOR = 2, 6
 # A block that has no more than this under way reads slower than two a multiprocessor, which earn
 # their merge where there are few items of large caches.
-FEW_BYTES, LARGE_BYTES = 32 << 10, 170 << 20
+FEW_BYTES, LARGE_BYTES = 32 << 10, 128 << 20
 # More parts than this take longer to merge than they save, unless an item is twice as many units.
 MANY_PARTS = 32
 # A part less of an item that is no longer than this saves nothing that its merge does not take.
@@ -157,7 +158,7 @@ class Caches(NamedTuple):
     """What steps of a plan read: items are (sequence, kv head, block of rows) triples.
 
     tokens: the most that an item can have; seen: those of them in a window.
-    token_bytes: a key and a value; num_bytes: all caches together.
+    token_bytes: a key and a value; num_bytes: all caches together; is_alone: of one sequence.
     """
 
     items: int
@@ -165,11 +166,15 @@ class Caches(NamedTuple):
     seen: int
     token_bytes: int
     num_bytes: int
+    is_alone: bool = False
 
 
 def blocks_for(variant: Variant, caches: Caches, head_dim: int, multiprocessors: int) -> int:
-    """How many blocks items are cut for."""
-    is_double = (
+    """How many blocks items are cut for.
+
+    Of fp32, whose products are in parts, one does not read as fast as a multiprocessor can.
+    """
+    is_double = variant.cache_bytes == _FP32_BYTES or (
         variant.bytes_under_way(head_dim) <= FEW_BYTES
         and 2 * caches.items <= multiprocessors
         and caches.num_bytes >= LARGE_BYTES
@@ -215,11 +220,16 @@ def choose_split(
     parallel = items * parts if items < blocks else blocks
     # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
     fine_units = max(1, FINE_BYTES // (unit_tokens * caches.token_bytes))
-    most = parallel
-    if (units := items * max_units) > fine_units:
+    units = items * max_units
+    if caches.is_alone:  # its items are of one length: as many parts whatever that is
+        fine_units = max(fine_units, units)
+    most, even = parallel, 0
+    if units > fine_units:
         # The kernel counts in fp32.
         most = max(most, shares_of(items, units + (units >> 20), fine_units, num_sms))
-    return Split(0, parallel, min(most + items, units), min(items, most), fine_units)
+        even = 2 * num_sms // items * items
+    num_blocks = min(max(most + items, even), units)
+    return Split(0, parallel, num_blocks, min(items, most), fine_units)
 
 
 def merge_grid(split: Split, rows: int, head_dim: int) -> tuple[int, int, int]:

@@ -15,7 +15,8 @@ from ..attention import split_costs as costs
 from ..core import common
 from ..core.device import device_of, launch_sizes
 from ..core.launch import Launch
-from .decode_plan import WIDE_CUBIN, DecodeGiven
+from . import decode_sm90 as sm90
+from .decode_plan import WIDE_CUBIN, DecodeGiven, Variant, choose_variant
 from .decode_sm90 import problem_of
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
@@ -32,18 +33,19 @@ _MOST_BLOCKS = 8  # a cluster of 16 waits for a place
 # About how long they take, fitted to an H100 (docs/notes/decode_attention.md), by width and rows of
 # a block: a launch; a warp's tile; a round of blocks more than run at a time, and how many of four
 # warps share a multiprocessor. Then its part of all tiles; keys and values; twice the blocks of a
-# cluster.
+# cluster; of the first round's tiles what another one adds.
 _TIMES = {
     (64, 16): (2.0, 0.33, 1.1, 4), (128, 16): (2.0, 0.6, 2.6, 3), (64, 32): (4.4, 0.56, 4.0, 3),
     (128, 32): (4.4, 1.0, 5.2, 2), (256, 16): (4.4, 0.66, 3.7, 1),
 }  # fmt: skip
-_WORK_US, _BYTES_A_US, _CLUSTER_US = 0.076, 4.8e6, 0.65
+_WORK_US, _BYTES_A_US, _CLUSTER_US, _ROUND = 0.076, 4.8e6, 0.65, 0.2
 _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiprocessor
-# Where parts, whose number is any, are no better: tokens of an item, as clusters of few do not fill
-# the GPU; bytes of all, and where lengths are known to differ, which parts of one length do not
-# bear; or of an item.
-_LONGEST, _WIDE_LONGEST, _LEAST_LONGEST, _LONGEST_OF_ITEM = 8192, 3072, 2048, 512
-_MOST_BYTES, _RAGGED_BYTES, _CROWDED_BYTES = 96 << 20, 256 << 20, 128 << 10
+# Where parts, whose number is any, are no better: tokens of an item; bytes of all, or of an item;
+# what a multiprocessor reads, and how much longer it may take where there are few.
+_LONGEST, _WIDE_LONGEST = 8192, 3072
+_MOST_BYTES, _CROWDED_BYTES = 400 << 20, 128 << 10
+_BLOCK_BYTES_A_US, _APART_US = 37e3, 6.0
+_LONGEST_SLOWER = 2048
 _PARTS_WIDTH, _FEW_LONGEST = 192, 4096  # where `few_shape` was measured
 
 
@@ -98,18 +100,20 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     num_sms, problem = device_of(given.q.device).num_sms, problem_of(given)
     items = given.q.shape[0] * given.k_cache.shape[2] * row_blocks(given)
     every = costs.sizes_of(problem)
-    room, most = every[0].seqlen_k, _MOST_BYTES
+    room = every[0].seqlen_k
     us, shape = best_shape(every, sizes_of(given), items, num_sms)
-    if is_small(given) and 2 * items <= num_sms and room <= _FEW_LONGEST:
+    few = num_sms // (2 if is_small(given) else 8)
+    if items <= few and width_of(given) <= _WIDTHS[1] and room <= _FEW_LONGEST:
         shape = few_shape(items, room, num_sms)
     if choice:
         return shape
-    if len(every) == 1 and every[0].is_ragged:
-        most = _RAGGED_BYTES
     is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
-    longest = max(_LEAST_LONGEST, _LONGEST_OF_ITEM * items * (1 if is_small(given) else 2))
-    longest = min(longest, _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST)
-    if room > longest or (costs.key_bytes(every[0]) > most and not is_short):
+    longest = _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST
+    if room > longest or (costs.key_bytes(every[0]) > _MOST_BYTES and not is_short):
+        return 0, 0
+    # Clusters of few leave multiprocessors that parts would read by.
+    apart = 1 / _MOST_BLOCKS - items / num_sms
+    if apart * 4 * room * given.q.shape[-1] > _APART_US * _BLOCK_BYTES_A_US:
         return 0, 0
     # The kernel of parts has no columns that are not there.
     if (
@@ -119,13 +123,23 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     ):
         return 0, 0
     # Attention's tiles of more rows read a cache less often.
-    is_others = not is_small(given) and split.can_take(problem)
-    return (0, 0) if is_others and split.best_way(problem).us < us else shape
+    is_slower = not is_small(given) and split.can_take(problem) and split.best_way(problem).us < us
+    if is_slower and (room > _LONGEST_SLOWER or sm90.applies(given, parts_of(given))):
+        return 0, 0
+    return shape
+
+
+def parts_of(given: DecodeGiven) -> Variant:
+    """The kernel of parts for a step that these compute."""
+    return choose_variant(
+        given.q.shape[-1], given.k_cache.element_size(), rows_of(given), False, True
+    )
 
 
 def few_shape(items: int, tokens: int, num_sms: int) -> tuple[int, int]:
-    """That of the smallest kernels where a cluster of two finds room for every item, as measured
-    on an H200 (docs/notes/decode_attention.md): no round but the first."""
+    """That of steps whose items all find room in clusters, of two in the smallest kernels and of
+    eight in those of more rows, as measured (docs/notes/decode_attention.md): no round but the
+    first."""
     is_few = 16 * items <= num_sms
     if (is_few and tokens > 512) or (tokens > 1024 and num_sms < 4 * items):
         return 8, 8 if is_few else 2
@@ -156,7 +170,8 @@ def best_shape(
             work = items * each.mean / _TILE / num_sms
             # Of lengths that differ, a round's short ones make room for the next.
             rounds = items / places if each.is_ragged else math.ceil(items / places)
-            one_us = begin_us + tile_us * tiles + round_us * max(0.0, rounds - 1)
+            one_us = begin_us + tile_us * tiles
+            one_us += (round_us + _ROUND * tile_us * tiles) * max(0.0, rounds - 1)
             one_us += _WORK_US * work + costs.key_bytes(each) / _BYTES_A_US
             us *= one_us ** (1 / len(every))
         ways.append((us, (warps, blocks)))

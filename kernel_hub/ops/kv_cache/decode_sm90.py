@@ -27,6 +27,8 @@ _START_US, _BYTES_A_US, _ONE_BYTES_A_US = 12.0, 3.0e6, 4.0e6
 # Above so many columns whole tiles of several tokens may be faster than one block of rows of the
 # decode kernel, by so much: where lengths are known to differ.
 _NARROW, _WHOLE_MARGIN = 128, 1.15
+# A block of more rows than 16 has few bytes under way, which large caches ask for.
+_FEW_ROWS, _SLOW_BYTES = 16, 250e6
 
 
 def problem_of(given: DecodeGiven) -> Problem:
@@ -48,9 +50,11 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
     """
     q, k_cache = given.q, given.k_cache
     rows = q.shape[1] * (q.shape[2] // k_cache.shape[2])
-    # One block of rows reads the cache once, as they do.
-    is_one = rows <= variant.rows and (q.shape[1] == 1 or q.shape[-1] <= _NARROW)
-    if choice is False or (choice is None and is_one):
+    # One block of rows reads the cache once, as they do; of many, slower where caches are large.
+    is_one = rows <= variant.rows
+    is_slow = rows > _FEW_ROWS and variant.head_dim == _NARROW
+    is_theirs = q.shape[1] > 1 and q.shape[-1] > _NARROW
+    if choice is False or (choice is None and is_one and not is_slow and not is_theirs):
         return False
     extras = (given.k, given.cos, given.qkv_bias)
     if any(x is not None for x in extras) or given.num_splits:
@@ -66,7 +70,9 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
         return True
     if rows > variant.rows:
         return split.best_way(problem).us < decode_us(problem, variant.rows)
-    *others, sizes = costs.sizes_of(problem)
+    *others, sizes = every = costs.sizes_of(problem)
+    if is_slow:
+        return min(costs.key_bytes(each) for each in every) > _SLOW_BYTES
     if others or not sizes.is_ragged:
         return False
     ours_us = _START_US + costs.key_bytes(sizes) / _ONE_BYTES_A_US

@@ -123,6 +123,8 @@ def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
             for fewer in (split.fine_units + 1, 12 * split.fine_units + 1, units)
             if fewer <= units
         ]
+        if items <= 132 and units > 3 * split.fine_units:  # of one length
+            shares.append(2 * 132 // items * items - items // 4)
     for each in shares:
         parts = max(1, -int(-(each / items - 0.125) // 1))
         assert items * min(parts, max_units) <= split.num_blocks
@@ -138,6 +140,24 @@ def split_on_h200(
     caches = decode_plan.Caches(items, tokens, seen, 4 * head_dim, 4 * head_dim * seen * items)
     blocks = decode_plan.blocks_for(variant, caches, head_dim, 132)
     return decode_plan.choose_split(caches, variant.unit, 0, blocks, 132)
+
+
+@pytest.mark.parametrize("tokens", [4096, 65_536, 1 << 20])
+@pytest.mark.parametrize("heads", [1, 8, 20, 40])
+def test_one_sequence_is_cut_for_multiprocessors(heads: int, tokens: int) -> None:
+    caches = decode_plan.Caches(heads, tokens, tokens, 512, 512 * tokens * heads, is_alone=True)
+    split = decode_plan.choose_split(caches, 64, 0, 132, 132)
+    parts = split.num_splits or split.parallel // heads
+    assert heads * min(132, parts) >= decode_plan.FULL * 132 or tokens < 64 * 132
+    # No block is without a part but those of a cut that rounds up.
+    assert split.num_splits or split.num_blocks <= split.parallel + heads
+    assert split.num_splits or split.fine_units >= heads * tokens // 64
+
+
+def test_fp32_takes_both_places() -> None:
+    variant = decode_plan.choose_variant(128, 4, 4, False)
+    caches = decode_plan.Caches(32, 4096, 4096, 1024, 1024 * 4096 * 32)
+    assert decode_plan.blocks_for(variant, caches, 128, 132) == 264
 
 
 def test_who_finds_equal_shares() -> None:

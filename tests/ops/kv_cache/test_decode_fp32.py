@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from bits import same_bits
+from decode_cases import DecodeCase, run_decode
 from decode_step import Step
 from drawn_sinks import KINDS, draw_sinks
 from refused import check_refused
@@ -59,6 +60,17 @@ def test_the_same_bits(way: Way) -> None:
 @pytest.mark.gpu
 def test_long_caches(way: Way) -> None:
     step(way, [9000, 20000, 5], heads=(32, 8), max_seqlen=20480, page_size=64).check()
+
+
+@pytest.mark.gpu
+def test_a_maximum_that_stays(way: Way) -> None:
+    """A large maximum that stays rescales nothing, by no rounding either, tile after tile."""
+    case = DecodeCase(
+        dtype="fp32", head_dim=128, num_heads=8, num_kv_heads=8, seqlen_q=2,
+        lengths=(63, 2492, 3000), appends=True, has_bias=True, softmax_scale=0.3, num_splits=1,
+        seed=533212604,
+    )  # fmt: skip
+    run_decode(case, way.device)
 
 
 Q, CACHE = torch.ones(1, 1, 4, 64), torch.ones(1, 32, 2, 64)

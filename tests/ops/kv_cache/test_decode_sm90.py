@@ -206,11 +206,14 @@ THEIRS: list[dict[str, Any]] = [
     {"batch": 64, "seqlen_q": 12, "tokens": 4544, "heads": (24, 1)},
     {"batch": 5, "seqlen_q": 10, "tokens": 3840, "heads": (48, 1), "page_size": 256},
     {"batch": 64, "seqlen_q": 16, "tokens": 4096, "heads": (64, 8), "window_left": 2000},
+    # One block of 32 rows, of many bytes.
+    {"batch": 71, "seqlen_q": 14, "tokens": 5120, "heads": (8, 4), "page_size": 256},
 ]  # fmt: skip
 # One block of rows; caches that are short; a window that is.
 OURS: list[dict[str, Any]] = [
     {"batch": 16, "seqlen_q": 1, "tokens": 8192, "heads": (32, 8)},
-    {"batch": 4, "seqlen_q": 4, "tokens": 131_072, "heads": (64, 8)},
+    {"batch": 4, "seqlen_q": 2, "tokens": 131_072, "heads": (64, 8)},
+    {"batch": 4, "seqlen_q": 4, "tokens": 8192, "heads": (64, 8)},
     {"batch": 3, "seqlen_q": 12, "tokens": 384, "heads": (32, 4)},
     {"batch": 2, "seqlen_q": 13, "tokens": 131_072, "heads": (12, 2), "window_left": 100},
     {"batch": 300, "seqlen_q": 13, "tokens": 9856, "heads": (64, 8)},  # their line holds 256
@@ -241,7 +244,8 @@ def test_what_is_chosen_of_drawn_sizes(h200: None, lot: int) -> None:
     # A launch serves all lengths: what is on the device is asked by nobody (it is on none here).
     assert is_chosen(tokens=tokens, page_size=generator.choice((16, 64, 256)), **sizes) == is_theirs
     block_rows = decode_plan.choose_variant(head_dim, 2, group * seqlen_q, False, is_sm90=True).rows
-    if group * seqlen_q <= block_rows:
-        assert not is_theirs or (seqlen_q > 1 and head_dim > 128)  # by whole tiles
+    if group * seqlen_q <= block_rows:  # by whole tiles, or many bytes for more rows than 16
+        is_wide = seqlen_q > 1 and head_dim > 128
+        assert not is_theirs or is_wide or (group * seqlen_q > 16 and 64 < head_dim <= 128)
     elif is_theirs:  # the more there is to read again, the more so
         assert is_chosen(tokens=4 * tokens, **sizes)
