@@ -46,6 +46,7 @@ def rms_norm(device: str) -> None:
         weight = torch.randn(hidden, device=device, dtype=dtype)
         ops.rms_norm(x, weight)
         ops.rms_norm(x.contiguous(), weight)
+        ops.rms_norm(x.contiguous(), weight, weights_ready=True)
         ops.rms_norm(x, weight, residual=residual)
         ops.rms_norm(residual, weight, residual=x.contiguous(), out=residual)
 
