@@ -11,6 +11,8 @@
 //   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread: hidden_size at most
 //                    blockDim.x * vectors of them, everything 16-byte aligned
 //   flat_vec1 ...    the same of contiguous rows: few parameters, no strides, one outer index
+//   early_vec1 ...   the same where no launch ahead writes the weight: it is read, and the launch
+//                    behind may begin, before the launch ahead has ended
 //   loop             rows of any length in two passes, the second finds the row in L1 or L2;
 //                    everything 16-byte aligned
 //   scalar           any size, any alignment: two passes, one element an access
@@ -63,21 +65,29 @@ __device__ __forceinline__ float inverse_rms_of(float sum_of_squares, int hidden
 }
 
 // One row a blockDim.x, the row in registers.
-template <typename T, bool kResidual, int kVecs>
+template <typename T, bool kResidual, int kVecs, bool kEarly = false>
 __device__ __forceinline__ void rms_norm_vecs(RmsNormParams<T> p) {
     __shared__ float slots[kMaxWarps];
     p.select_outer(blockIdx.y);
     const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int num_vecs = row_idx < p.num_rows ? p.hidden_size / kVecElems<T> : 0;
 
-    follow_launch_before();
     // Issue every load before the first use.
     RowVecs<T, kVecs> row, residual, weight;
+    if (kEarly) {
+        allow_next_launch();
+        weight.load_weight(p.weight, num_vecs);
+        wait_for_launch_before();
+    } else {
+        follow_launch_before();
+    }
     row.load(p.x + row_idx * p.x_stride, num_vecs);
     if (kResidual) {
         residual.load(p.residual + row_idx * p.residual_stride, num_vecs);
     }
-    weight.load_weight(p.weight, num_vecs);
+    if (!kEarly) {
+        weight.load_weight(p.weight, num_vecs);
+    }
 
     // Add and write the residual stream.
     if (kResidual) {
@@ -90,6 +100,11 @@ __device__ __forceinline__ void rms_norm_vecs(RmsNormParams<T> p) {
     row.keep_packed();
     row.scale(inverse_rms_of<(kVecs <= 2)>(sum, p.hidden_size, p.eps), weight, p.weight_offset);
     row.store(p.out + row_idx * p.out_stride, num_vecs);
+}
+
+template <typename T, bool kResidual, int kVecs>
+__device__ __forceinline__ void rms_norm_early(RmsNormParams<T> p) {
+    rms_norm_vecs<T, kResidual, kVecs, true>(p);
 }
 
 // Rows of any length in accesses of kWidth elements: sum in a first pass, scale in a second.
@@ -175,11 +190,14 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
         .residual_outer_stride = residual_outer_stride)
 
 // The same where every tensor is contiguous.
-#define EXPORT_RMS_NORM_FLAT(DTYPE, T, VARIANT, VECS)                                              \
-    EXPORT_RMS_NORM(rms_norm_##DTYPE##_flat_##VARIANT, T, rms_norm_vecs, false, VECS,              \
+#define EXPORT_RMS_NORM_PLAIN(DTYPE, T, VARIANT, BODY, VECS)                                       \
+    EXPORT_RMS_NORM(rms_norm_##DTYPE##_##VARIANT, T, BODY, false, VECS,                            \
         (T* out, const T* x, const T* weight, int num_rows, int hidden_size, float eps,            \
          float weight_offset),                                                                     \
-        .out = out, .x = x, .weight = weight, .out_stride = hidden_size, .x_stride = hidden_size)  \
+        .out = out, .x = x, .weight = weight, .out_stride = hidden_size, .x_stride = hidden_size)
+
+#define EXPORT_RMS_NORM_FLAT(DTYPE, T, VARIANT, VECS)                                              \
+    EXPORT_RMS_NORM_PLAIN(DTYPE, T, flat_##VARIANT, rms_norm_vecs, VECS)                           \
     EXPORT_RMS_NORM(rms_norm_##DTYPE##_residual_flat_##VARIANT, T, rms_norm_vecs, true, VECS,      \
         (T* out, T* residual_out, const T* x, const T* residual, const T* weight, int num_rows,    \
          int hidden_size, float eps, float weight_offset),                                         \
@@ -198,8 +216,14 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
     EXPORT_RMS_NORM_STRIDED(DTYPE, T, loop, rms_norm_two_pass, kVecElems<T>) \
     EXPORT_RMS_NORM_STRIDED(DTYPE, T, scalar, rms_norm_two_pass, 1)
 
+#define EXPORT_RMS_NORM_EARLY(DTYPE, T)                            \
+    EXPORT_RMS_NORM_PLAIN(DTYPE, T, early_vec1, rms_norm_early, 1) \
+    EXPORT_RMS_NORM_PLAIN(DTYPE, T, early_vec2, rms_norm_early, 2)
+
 EXPORT_RMS_NORM_VARIANTS(fp16, __half)
 EXPORT_RMS_NORM_VARIANTS(bf16, __nv_bfloat16)
 EXPORT_RMS_NORM_VARIANTS(fp32, float)
+EXPORT_RMS_NORM_EARLY(fp16, __half)
+EXPORT_RMS_NORM_EARLY(bf16, __nv_bfloat16)
 
 }  // namespace kernel_hub::rowwise

@@ -107,7 +107,7 @@ class Model:
         c = self.config
         if weight is None:
             return x
-        return ops.rms_norm(x, weight, c.eps, weight_offset=c.norm_offset, **self._how)
+        return ops.rms_norm(x, weight, c.eps, weight_offset=c.norm_offset, **self._product)
 
     def _joined(
         self, x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,

@@ -304,6 +304,7 @@ def rms_norm(
     adds_after: bool = False, bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
     residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
+    weights_ready: bool = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
@@ -311,6 +312,7 @@ def rms_norm(
     adds_after: Literal[False] = False, bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
     residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
+    weights_ready: bool = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
@@ -318,6 +320,7 @@ def rms_norm(
     adds_after: Literal[True], bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
     residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
+    weights_ready: bool = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
@@ -325,6 +328,7 @@ def rms_norm(
     adds_after: bool = False, bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: torch.dtype, out: Tensor | None = None, out_scale: Tensor | None = None,
     residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
+    weights_ready: bool = False,
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *,

@@ -45,7 +45,7 @@ def rms_norm(device: str) -> None:
         residual = torch.randn(rows, hidden, device=device, dtype=dtype)
         weight = torch.randn(hidden, device=device, dtype=dtype)
         ops.rms_norm(x, weight)
-        ops.rms_norm(x.contiguous(), weight)
+        _ = [ops.rms_norm(x.contiguous(), weight, weights_ready=ready) for ready in (False, True)]
         ops.rms_norm(x, weight, residual=residual)
         ops.rms_norm(residual, weight, residual=x.contiguous(), out=residual)
 

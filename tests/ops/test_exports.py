@@ -86,6 +86,7 @@ def test_rms_norm(chosen: set[str]) -> None:
     for dtype, hidden, rows in itertools.product(DTYPES, hiddens, [1, 1024, 8192, 32768]):
         x, weight = meta(rows, hidden, dtype=dtype), meta(hidden, dtype=dtype)
         module("rowwise.rms_norm")._plan(x, None, weight, x, None, 0, False)
+        module("rowwise.rms_norm")._plan(x, None, weight, x, None, 0, False, True)
         module("rowwise.rms_norm")._plan(x, x, weight, x, x.clone(), 0, False)
         wide = meta(rows, 2 * hidden, dtype=dtype)[:, :hidden]
         module("rowwise.rms_norm")._plan(wide, None, weight, x, None, 0, False)

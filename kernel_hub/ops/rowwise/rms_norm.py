@@ -36,6 +36,8 @@ _MOST = common.MAX_NUMBER
 # Up to so many rows with a residual each has threads enough for all that it reads at once: a vector
 # of each from so many vectors in all on, else two.
 _SOME_ROWS, _WIDE, _MANY_VECS = 1024, (256, 1024), 160_000
+# Rows a launch of which lets the next begin first, and up to so many vectors a thread.
+_EARLY_ROWS, _EARLY = 256, {"flat_vec1": "early_vec1", "flat_vec2": "early_vec2"}
 
 
 def rms_norm(
@@ -44,7 +46,7 @@ def rms_norm(
     bias: torch.Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-    deterministic: bool | Literal["batch"] = False,
+    deterministic: bool | Literal["batch"] = False, weights_ready: bool = False,
 ) -> Any:  # fmt: skip
     """Normalise each row of `x` by its root mean square; optionally add a residual first.
 
@@ -69,6 +71,8 @@ def rms_norm(
         out or residual_out may be x or residual itself (in place); no other overlap of what is
         written with anything else.
     deterministic: "batch": a row's bits depend on it alone, not on how many there are.
+    weights_ready: a promise that no launch just ahead writes the weight, as of `linear`: of few
+        rows it is read, and the launch behind may begin, before that one has ended.
 
     Returns out; with out_scale behind it where it is quantised, and residual_out behind that where
     a residual is added before. A CUDA tensor runs the shipped
@@ -77,6 +81,8 @@ def rms_norm(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     batch_invariant = deterministic is not False and common.is_batch(_OP, deterministic)
+    if weights_ready is not False:
+        common.check_flag(_OP, "weights_ready", weights_ready)
     try:
         if (
             residual is out is residual_out is bias is out_dtype is out_scale is None
@@ -94,7 +100,7 @@ def rms_norm(
             and not (x.is_neg() or weight.is_neg())
             and not (_is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         ):
-            return _cuda(x, weight, eps, weight_offset, batch_invariant)
+            return _cuda(x, weight, eps, weight_offset, batch_invariant, weights_ready)
     except common.FOREIGN:
         _operands.check_tensors((x, weight), (None, None, None))
         _check(x, None, weight)
@@ -122,7 +128,10 @@ def rms_norm(
         if residual is not None and residual_out is None:
             residual_out = _empty_like(residual)
         into = _cuda_into if x.is_cuda else _cpu_into
-        into(x, residual, weight, eps, weight_offset, out, residual_out, batch_invariant, is_given)
+        into(
+            x, residual, weight, eps, weight_offset, out, residual_out, batch_invariant, is_given,
+            weights_ready,
+        )  # fmt: skip
     except common.FOREIGN:
         _operands.check_tensors((x, weight), (residual, out, residual_out))
         _check(x, residual, weight, out, residual_out)
@@ -180,6 +189,7 @@ def _choose(
 def _plan(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor,
     residual_out: torch.Tensor | None, low_bits: int, batch_invariant: bool,
+    weights_ready: bool = False,
 ) -> Launch:  # fmt: skip
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(x, residual, weight, out, residual_out)
@@ -202,6 +212,8 @@ def _plan(
     # Contiguous rows take fewer parameters and no stride arithmetic.
     if variant.startswith("vec") and outer == 1 and all(t.is_contiguous() for t in tensors):
         variant, strides = f"flat_{variant}", []
+        if weights_ready and residual is None and rows <= _EARLY_ROWS and x.itemsize == 2:
+            variant = _EARLY.get(variant, variant)
     with_residual = "residual_" if residual is not None else ""
     name = f"rms_norm_{common.DTYPE_TOKENS[x.dtype]}_{with_residual}{variant}"
     function = common.shipped(_OP, name)
@@ -213,20 +225,21 @@ def _plan(
 
 def _cuda(
     x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, weights_ready: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """The plain norm of a CUDA tensor into a new one: the quick way through eager calls."""
     out = _empty_like(x)
     low_bits = (x.data_ptr() | weight.data_ptr()) & 15
     key: tuple[Any, ...]
     if x.is_contiguous() and weight.is_contiguous():
-        key = (x.dtype, x.shape, weight.shape, low_bits, batch_invariant)
+        key = (x.dtype, x.shape, weight.shape, low_bits, batch_invariant, weights_ready)
     else:
         key = (
-            x.dtype, x.shape, weight.shape, low_bits, batch_invariant, x.stride(), weight.stride()
+            x.dtype, x.shape, weight.shape, low_bits, batch_invariant, weights_ready, x.stride(),
+            weight.stride(),
         )  # fmt: skip
     plan = _plans.get(key) or _plans.keep(
-        key, tuple(_plan(x, None, weight, out, None, low_bits, batch_invariant))
+        key, tuple(_plan(x, None, weight, out, None, low_bits, batch_invariant, weights_ready))
     )
     function, grid, block, shared_bytes, numbers, _, options = plan
     try:
@@ -241,7 +254,7 @@ def _cuda(
 def _cuda_into(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     weight_offset: float, out: torch.Tensor, residual_out: torch.Tensor | None,
-    batch_invariant: bool = False, is_given: bool = True,
+    batch_invariant: bool = False, is_given: bool = True, weights_ready: bool = False,
 ) -> None:  # fmt: skip
     """The norm of a CUDA tensor into `out`, with or without a residual.
 
@@ -254,11 +267,12 @@ def _cuda_into(
         low_bits |= address
     low_bits &= 15
     layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
-    key = (x.dtype, low_bits, batch_invariant, *layout)
+    how = batch_invariant, weights_ready
+    key = (x.dtype, low_bits, *how, *layout)
     plan, spans = _plans.get(key) or _plans.keep(
         key,
         (
-            tuple(_plan(x, residual, weight, out, residual_out, low_bits, batch_invariant)),
+            tuple(_plan(x, residual, weight, out, residual_out, low_bits, *how)),
             _writes.spans(out, residual_out, x, residual, weight),
         ),
     )
@@ -276,7 +290,7 @@ def _cuda_into(
 def _cpu_into(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     weight_offset: float, out: torch.Tensor, residual_out: torch.Tensor | None,
-    batch_invariant: bool = False, is_given: bool = True,
+    batch_invariant: bool = False, is_given: bool = True, weights_ready: bool = False,
 ) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     _check(x, residual, weight, out, residual_out)

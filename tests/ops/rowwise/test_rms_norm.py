@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
+from emulated import written_just_ahead
 from ways import DTYPES, Way
 
+from kernel_hub.errors import TensorError
 from kernel_hub.ops import rms_norm
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
@@ -93,6 +95,32 @@ def test_what_is_chosen_for_many_rows(
         residual_out.check("residual_out")
         same_bits(residual_out.tensor, x + residual, name="residual_out")
         check_rms_norm(out.tensor, x, weight, residual=residual)
+
+
+@pytest.mark.parametrize("hidden", [8, 1000, 4096, 8192, 8200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_weight_that_is_ready(way: Way, dtype: torch.dtype, hidden: int) -> None:
+    """The same bits; the weight alone is read before the launch ahead has ended."""
+    weight = way.randn(hidden, dtype=dtype, seed=1)
+    offset: dict[str, Any] = {"weight_offset": 1.0}
+    for rows in (1, 5, 257) if way.is_gpu else (1, 5):
+        x = way.randn(rows, hidden, dtype=dtype)
+        expected, out = rms_norm(x, weight, **offset), Guarded((rows, hidden), dtype, way.device)
+        same_bits(rms_norm(x, weight, **offset, weights_ready=True), expected)
+        rms_norm(x, weight, **offset, weights_ready=True, out=out.tensor)
+        out.check()
+        same_bits(out.tensor, expected)
+        same_bits(rms_norm(x, weight, **offset), expected, name="its own plan")
+        if way.is_gpu:
+            continue
+        for written, is_early in ((x, False), (weight, dtype != torch.float32 and hidden <= 8192)):
+            with written_just_ahead(written, torch.full_like(written, 9.0)):
+                same_bits(rms_norm(x, weight, **offset), expected)
+                found = rms_norm(x, weight, **offset, weights_ready=True)
+                assert torch.equal(found, expected) != is_early
+    soon: Any = "soon"
+    with pytest.raises(TensorError, match="weights_ready: expected True or False"):
+        rms_norm(x, weight, weights_ready=soon)
 
 
 def test_few_rows_are_those_that_run_at_once() -> None:
