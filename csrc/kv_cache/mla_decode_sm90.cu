@@ -9,13 +9,13 @@
 // (latent_merge.cuh); or where there are few items for the blocks, or num_splits is given, what
 // decode_attention.cu cuts, whose second kernel merges them.
 //
-// Parallelisation: a warp finds the parts, two load by TMA, a stage each, and bring the next tile
-// into the L2 meanwhile, two warpgroups compute. Tiles come in
-// pairs: warpgroup 0 has the scores of the even tile, warpgroup 1 those of the odd; each has half
-// of the output's columns, 64 x 256 in 128 registers, of both tiles, so neither computes anything
-// twice. An even tile's probabilities go to the other warpgroup multiplied by what the odd tile's
-// maximum takes, an odd one's as they are: while one warpgroup exponentiates, the other's products
-// run.
+// Parallelisation: a warp finds the parts, the first one ahead of the end of the launch before; one
+// brings their queries into the L2; two load by TMA, a stage each, and bring the next tile into the
+// L2 meanwhile; two warpgroups compute. Tiles come in pairs: warpgroup 0 has the scores of the even
+// tile, warpgroup 1 those of the odd; each has half of the output's columns, 64 x 256 in 128
+// registers, of both tiles, so neither computes anything twice. An even tile's probabilities go to
+// the other warpgroup multiplied by what the odd tile's maximum takes, an odd one's as they are:
+// while one warpgroup exponentiates, the other's products run.
 //
 // Shared memory: two stages of a tile, the queries (73,728 bytes each, panels of 64 columns,
 // 128-byte swizzle), maxima and sums of the rows. Probabilities lie over their tile's rope panel,
@@ -34,8 +34,8 @@
 #include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
-#include "kv_cache/decode/sm90/latent_consumer.cuh"
 #include "kv_cache/decode/sm90/latent_few.cuh"
+#include "kv_cache/decode/sm90/latent_output.cuh"
 #include "kv_cache/decode/sm90/latent_parts.cuh"
 #include "kv_cache/decode/sm90/latent_shared.cuh"
 
@@ -52,26 +52,33 @@ __device__ __forceinline__ void mla_decode_sm90(const LatentArgs<T>& args, const
         for (int i = 0; i < C::kFulls + C::kEmpties; ++i) {
             mbarrier_init(shared.full(0, 0) + 8 * i, i < C::kFulls ? 1 : shared.num_blocks);
         }
-        parts.init(8 + 2);  // the warps that compute and load
+        parts.init(8 + 3);  // the warps that compute, load and prefetch
         fence_mbarrier_init();
     }
-    // NOTE: in this order: what may start next reads cache_seqlens before it waits.
-    wait_for_launch_before();
-    allow_next_launch();
+    prefetch_tables(args);
     __syncthreads();
     cluster_arrive_relaxed();
     cluster_wait();
     LatentPart part;
     const int warp_idx = warp_index();
-    if (warp_idx >= 8) {
+    if (warp_idx != C::kFinder) {
+        // NOTE: in this order: what may start next reads cache_seqlens before it waits.
+        wait_for_launch_before();
+        allow_next_launch();
+    }
+    if (warp_idx >= C::kLoaders) {
         release_registers<C::kProducerRegisters>();
-        if (warp_idx < 10) {
-            LatentProducer<T> producer = {args, map, box_rows, shared, warp_idx - 8, 0};
+        if (warp_idx < C::kLoaders + 2) {
+            LatentProducer<T> producer = {args, map, box_rows, shared, warp_idx - C::kLoaders, 0};
             while (parts.take(part)) {
                 producer.load(part);
             }
-        } else if (warp_idx == 10) {
+        } else if (warp_idx == C::kFinder) {
             find_parts<C::kRows, 2 * C::kTile, true>(args, parts, shared.num_blocks, shared.rank);
+        } else {
+            while (parts.take(part)) {
+                prefetch_queries(args, part);
+            }
         }
     } else {
         acquire_registers<C::kConsumerRegisters>();
@@ -105,17 +112,20 @@ __device__ __forceinline__ void mla_decode_few_sm90(const LatentArgs<T>& args,
         parts.init(4 + 1);  // the warps that compute and load
         fence_mbarrier_init();
     }
-    // NOTE: in this order: what may start next reads cache_seqlens before it waits.
-    wait_for_launch_before();
-    allow_next_launch();
+    prefetch_tables(args);
     __syncthreads();
     LatentPart part;
-    if (warp_index() < 4) {
+    if (warp_index() != Ring::kFinder) {
+        // NOTE: in this order: what may start next reads cache_seqlens before it waits.
+        wait_for_launch_before();
+        allow_next_launch();
+    }
+    if (warp_index() < Ring::kLoader) {
         LatentRingConsumer<T, kRows> consumer(args, ring);
         while (parts.take(part)) {
             consumer.attend(part);
         }
-    } else if (warp_index() == 4) {
+    } else if (warp_index() == Ring::kLoader) {
         LatentRingProducer<T, kRows> producer = {args, map, box_rows, ring};
         while (parts.take(part)) {
             producer.load(part);

@@ -25,6 +25,9 @@ _ALL_UNITS = 1 << 30  # Work::shares_of: as many shares as `parallel` says
 # Parts of a mean item up to which the block with its end merges them: of 16 rows, of 64. More are
 # merged by a launch of many blocks.
 _FEW_PARTS, _FEW_PARTS_64 = 4, 5
+# Units that a part of a line takes besides, at most; units of a line, which the kernel counts in
+# 32 bits.
+_MOST_PART_UNITS, _MOST_LINE = 4, (1 << 31) - 1
 
 
 class MlaGiven(NamedTuple):
@@ -82,10 +85,11 @@ SM90_FEW = tuple(MlaVariant("mla_decode_sm90", rows) for rows in (16, 32))
 
 
 def choose_variant(given: MlaGiven, device: PlannedGpu) -> MlaVariant:
-    """The kernels for Hopper where there are pages and boxes can be of 8 tokens or more; of them
-    the one of the fewest rows that a sequence has room in."""
+    """The kernels for Hopper where there are pages, tables have columns, and boxes can be of 8
+    tokens or more; of them the one of the fewest rows that a sequence has room in."""
     pages, page_size = given.kv_cache.shape[:2]
-    fits = given.block_table is None or page_size % _BOX_ROWS == 0
+    table = given.block_table
+    fits = table is None or (page_size % _BOX_ROWS == 0 and table.shape[1] > 0)
     is_there = pages > 0 and page_size > 0
     if choice is False or not (device.has_wgmma and fits and is_there):
         return PORTABLE
@@ -122,6 +126,8 @@ def choose_line(
     if not variant.has_line or num_splits > 0 or few * items < blocks:
         return None
     units = max(1, -(-tokens // variant.line_unit))
+    if items * (units + _MOST_PART_UNITS) > _MOST_LINE:
+        return None
 
     def time_of(parts: int) -> int:
         return -(-items * parts // blocks) * (-(-units // parts) + 1) + (parts > 1)

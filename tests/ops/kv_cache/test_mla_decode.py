@@ -14,6 +14,7 @@ import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
 from decode_step import check_nan_stays
+from emulated import written_just_ahead
 from mla_step import KEY_DIM, LATENT_DIM, LatentStep, draw_step
 from ways import Way
 
@@ -120,6 +121,21 @@ def test_a_line_on_hopper(
     assert not bool(taken[0].any())
 
 
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("before", [[200, 40, 0, 64, 390, 5], [7, 700, -1, 64, 2**30, 1]])
+def test_lengths_that_the_launch_before_writes(
+    hopper_way: Way, num_heads: int, before: list[int]
+) -> None:
+    # The first part of a line is found of lengths that may not be written yet.
+    if hopper_way.is_gpu:
+        pytest.skip("the emulator knows when a launch has ended; a GPU shows it now and then")
+    step = LatentStep(hopper_way, [390, 64, 3, 200, 0, 70], num_heads=num_heads)
+    expected = step.check()
+    with written_just_ahead(step.options["cache_seqlens"], torch.tensor(before).int()):
+        for found, each in zip(step.run(), expected, strict=True):
+            same_bits(found, each)
+
+
 def test_more_parts_than_are_merged_at_once_on_hopper(
     hopper_way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +157,7 @@ def test_more_parts_than_are_merged_at_once_on_hopper(
         (64, 4096, False, 64),
         (16, 4096, False, 64),
         (12, 4096, False, None),
+        (64, (1 << 31) - 1, True, None),
         (32, 4096, True, None),
     ],
 )
@@ -163,6 +180,8 @@ def test_pages_of_the_slower_kernel(hopper_way: Way) -> None:
     assert mla_plan.choose_variant(arguments, device) == mla_plan.PORTABLE
     wide = given.kv_cache.new_empty(3, 24, KEY_DIM)
     assert mla_plan.choose_variant(arguments._replace(kv_cache=wide), device).is_sm90
+    empty = arguments._replace(kv_cache=wide, block_table=arguments.block_table[:, :0])
+    assert mla_plan.choose_variant(empty, device) == mla_plan.PORTABLE
     ada = mla_plan.PlannedGpu((8, 9), 132)
     assert mla_plan.choose_variant(arguments._replace(kv_cache=wide), ada) == mla_plan.PORTABLE
 

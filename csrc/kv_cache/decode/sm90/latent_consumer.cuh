@@ -5,7 +5,6 @@
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/wgmma.cuh"
-#include "kv_cache/decode/sm90/latent_merge.cuh"
 #include "kv_cache/decode/sm90/latent_shared.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
@@ -60,16 +59,17 @@ struct LatentConsumer {
     __device__ __forceinline__ void load_queries(const LatentPart& part) const {
         constexpr int kChunks = kKeyDim / 8;
         named_barrier_sync(kJoin, 256);  // the queries before are no longer read
+        // A lane finds where a row of its warp is.
+        const int mine =
+            part.first_row + max(min(warp_index() + 8 * (lane_idx & 7), part.num_rows - 1), 0);
+        const int64_t offset = part.batch_idx * args.q_batch_stride +
+                               mine / args.num_heads * args.q_token_stride +
+                               mine % args.num_heads * args.q_head_stride;
 #pragma unroll 1
-        for (int row = warp_index(); row < C::kRows; row += 8) {
+        for (int i = 0; i < C::kRows / 8; ++i) {
+            const int row = warp_index() + 8 * i;
             const bool is_there = row < part.num_rows;
-            const T* from = args.q;
-            if (is_there) {
-                const int token = (part.first_row + row) / args.num_heads;
-                const int head = (part.first_row + row) % args.num_heads;
-                from += part.batch_idx * args.q_batch_stride + token * args.q_token_stride +
-                        head * args.q_head_stride;
-            }
+            const T* from = args.q + __shfl_sync(~0u, offset, i);
 #pragma unroll
             for (int chunk = lane_idx; chunk < kChunks; chunk += 32) {
                 cp_async_16(shared.base + C::kQueries + chunk / 8 * C::kPanelBytes + row * 128 +
@@ -105,19 +105,7 @@ struct LatentConsumer {
         wgmma_commit();
     }
 
-    // Issues output += P V of this side's own tile, P in registers.
-    __device__ __forceinline__ void issue_own() {
-        const uint32_t b = keep(values_low[kSide]);
-        hold_registers(output);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < C::kTile / 16; ++i) {
-            Wgmma<T>::template rs<1>(output, probs[i], descriptor(b, i * 16 * 128), 1);
-        }
-        wgmma_commit();
-    }
-
-    // The same of the other side's tile, P in shared memory.
+    // Issues output += P V of the other side's tile, P in shared memory.
     __device__ __forceinline__ void issue_others() {
         const uint32_t a = keep(probs_low), b = keep(values_low[kOther]);
         hold_registers(output);
@@ -184,37 +172,50 @@ struct LatentConsumer {
         }
     }
 
-    // Scores become probabilities of the maxima given. Returns what the output shrinks by.
-    __device__ __forceinline__ float2 exponentiate(const float (&largest)[2]) {
-        float shrink[2];
+    // Scores become probabilities of the maxima given, and output += P V of this side's own tile is
+    // issued: 16 tokens at a time, so that exponentials run under products.
+    __device__ __forceinline__ void attend_own(const float (&largest)[2]) {
+        float base[2], shrink[2], sum[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float base = base_of(largest[i]);
-            shrink[i] = exp2_approx(row_max[i] - base);
+            base[i] = base_of(largest[i]);
+            shrink[i] = exp2_approx(row_max[i] - base[i]);
             row_max[i] = largest[i];
-            float sum = 0.0f;
-#pragma unroll
-            for (int j = 0; j < C::kTile / 8; ++j) {
-                float(&low) = scores[4 * j + 2 * i], (&high) = scores[4 * j + 2 * i + 1];
-                low = exp2_approx(low - base), high = exp2_approx(high - base);
-                sum += low + high;
-            }
-            row_sum[i] = row_sum[i] * shrink[i] + sum;
         }
-        return make_float2(shrink[0], shrink[1]);
+        scale_output(make_float2(shrink[0], shrink[1]));
+        const uint32_t b = keep(values_low[kSide]);
+        hold_registers(output);
+#pragma unroll
+        for (int k = 0; k < C::kTile / 16; ++k) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int j = 2 * k; j < 2 * k + 2; ++j) {
+                    float(&low) = scores[4 * j + 2 * i], (&high) = scores[4 * j + 2 * i + 1];
+                    low = exp2_approx(low - base[i]), high = exp2_approx(high - base[i]);
+                    sum[i] += low + high;
+                }
+            }
+            pack_probs(k, probs[k]);
+            wgmma_fence();
+            Wgmma<T>::template rs<1>(output, probs[k], descriptor(b, k * 16 * 128), 1);
+        }
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            row_sum[i] = row_sum[i] * shrink[i] + sum[i];
+        }
     }
 
-    __device__ __forceinline__ void pack_probs(uint32_t (&packed)[C::kTile / 16][4]) const {
+    // Those of tokens 16 k .. 16 k + 15, a fragment of products.
+    __device__ __forceinline__ void pack_probs(int k, uint32_t (&packed)[4]) const {
 #pragma unroll
-        for (int i = 0; i < C::kTile / 16; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                packed[i][e] = pack2<T>(scores[8 * i + 2 * e], scores[8 * i + 2 * e + 1]);
-            }
+        for (int e = 0; e < 4; ++e) {
+            packed[e] = pack2<T>(scores[8 * k + 2 * e], scores[8 * k + 2 * e + 1]);
         }
     }
 
-    // The same to the tile's rope panel, for the other side.
+    // All of them to the tile's rope panel, for the other side.
     __device__ __forceinline__ void share_probs(const uint32_t (&packed)[C::kTile / 16][4]) const {
         const int row = 16 * (thread_idx / 32) + (lane_idx & 15);
         const uint32_t line = shared.stage(kSide) + C::kProbs + row * 128;
@@ -274,9 +275,7 @@ struct LatentConsumer {
         largest[0] = fmaxf(largest[0], row_max[0]);
         largest[1] = fmaxf(largest[1], row_max[1]);
         write_maxima(largest);
-        scale_output(exponentiate(largest));
-        pack_probs(probs);
-        issue_own();
+        attend_own(largest);
         named_barrier_sync(kOddMaxima, 256);
         float factors[2];
 #pragma unroll
@@ -292,7 +291,10 @@ struct LatentConsumer {
             }
         }
         uint32_t packed[C::kTile / 16][4];
-        pack_probs(packed);
+#pragma unroll
+        for (int k = 0; k < C::kTile / 16; ++k) {
+            pack_probs(k, packed[k]);
+        }
         share_probs(packed);
         wgmma_wait<0>();
         hold_registers(output);
@@ -308,9 +310,7 @@ struct LatentConsumer {
         largest[0] = fmaxf(largest[0], maxima(0)[row_of(0)]);
         largest[1] = fmaxf(largest[1], maxima(0)[row_of(1)]);
         write_maxima(largest);
-        scale_output(exponentiate(largest));
-        pack_probs(probs);
-        issue_own();
+        attend_own(largest);
         share_probs(probs);
         wait_for(0, 1, C::kHalfPanels);
         named_barrier_sync(kEvenProbs, 256);
@@ -351,50 +351,9 @@ struct LatentConsumer {
         return parity;
     }
 
-    __device__ __forceinline__ void write(const LatentPart& part) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], 1);
-            row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], 2);
-            if ((lane_idx & 3) == 0) {
-                sums(kSide)[row_of(i)] = row_sum[i];
-            }
-        }
-        named_barrier_sync(kJoin, 256);
-        float factors[2], log2_sums[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float sum = sums(0)[row_of(i)] + sums(1)[row_of(i)];
-            factors[i] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-            log2_sums[i] = row_max[i] + __logf(sum) * kLog2e;
-        }
-#pragma unroll
-        for (int e = 0; e < C::kHalfDim / 2; ++e) {
-            output[e] *= factors[e / 2 % 2];
-        }
-        bool is_whole = part.is_whole;
-        const bool has_rows = kSide == 0 && (lane_idx & 3) == 0;
-        if (part.num_parts > 1) {
-            const LatentMerge<C::kRows, 256, C::kHalfDim / 2, 2, T> merge = {args};
-            is_whole = merge.merge(
-                part, log2_sums, [&](int e) -> float& { return output[e]; },
-                [](int e) { return e / 2 % 2; }, [&](int i) { return row_of(i); }, has_rows);
-            if (!is_whole) {
-                return;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const auto to = LatentRow<T>::of(args, part, row_of(i), is_whole);
-            to.template store<C::kHalfDim / 8>(
-                kSide * C::kHalfDim + 2 * (lane_idx & 3), [&](int j) {
-                    return make_float2(output[4 * j + 2 * i], output[4 * j + 2 * i + 1]);
-                });
-            if (has_rows) {
-                write_lse(args, part, row_of(i), log2_sums[i], 1.0f, is_whole);
-            }
-        }
-    }
+    // At the end of a part (latent_output.cuh).
+    __device__ __forceinline__ void write(const LatentPart& part);
+    __device__ __forceinline__ void write_out(const LatentPart& part) const;
 };
 
 }  // namespace kernel_hub::kv_cache::decode::sm90

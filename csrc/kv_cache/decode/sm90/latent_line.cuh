@@ -15,46 +15,74 @@ namespace kernel_hub::kv_cache::decode::sm90 {
 template <int kUnit, typename T>
 class LatentLine {
   public:
-    // By all lanes of a warp, as is `next`; each lane adds a run of sequences.
     __device__ __forceinline__ LatentLine(const LatentArgs<T>& args, int item_rows)
         : args_(args),
           items_((args.seqlen_q * args.num_heads + item_rows - 1) / item_rows),
-          item_rows_(item_rows) {
+          item_rows_(item_rows),
+          run_((args.batch_size + 31) / 32) {}
+
+    // Whether `find` reads each length once and keeps it: then it and `next` may be called while
+    // lengths may still be written, and what they found stands if `is_true` afterwards.
+    __device__ __forceinline__ bool is_held() const { return run_ <= kHeld; }
+
+    // Reads the lengths. By all lanes of a warp, as is all below; each adds a run of sequences.
+    __device__ __forceinline__ void find() {
+        const LatentArgs<T>& args = args_;
         const int lane_idx = threadIdx.x & 31;
-        const int run = (args.batch_size + 31) / 32;
-        run_first_ = min(lane_idx * run, args.batch_size);
-        const int last = min(run_first_ + run, args.batch_size);
-        int64_t units = 0;
-        int most = 0;
+        const int first = run_first(), last = min(first + run_, args.batch_size);
+        int units = 0, most = 0;
+        place_ = -1, at_ = 0, begin_ = 0;
+        if (is_held()) {
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i) {
+                held_[i] = first + i < last ? read(first + i) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i) {
+                const int more = first + i < last ? extent_from(held_[i]).num_units : 0;
+                units += more;
+                most = max(most, more);
+            }
+        } else {
 #pragma unroll 1
-        for (int b = run_first_; b < last; ++b) {
-            const int more = extent_of(b).num_units;
-            units += more;
-            most = max(most, more);
+            for (int b = first; b < last; ++b) {
+                const int more = extent_from(__ldg(args.cache_seqlens + b)).num_units;
+                units += more;
+                most = max(most, more);
+            }
         }
-        const int64_t mine = units;
+        const int mine = units;
 #pragma unroll
         for (int mask = 16; mask > 0; mask /= 2) {
             units += __shfl_xor_sync(~0u, units, mask);
             most = max(most, __shfl_xor_sync(~0u, most, mask));
         }
-        const bool is_even = static_cast<int64_t>(most) * 8 * args.batch_size <= 9 * units;
+        const bool is_even =
+            static_cast<int64_t>(most) * 8 * args.batch_size <= static_cast<int64_t>(units) * 9;
         even_units_ = is_even ? most : 0;
-        const int count = last - run_first_;
-        const int64_t length = (is_even ? static_cast<int64_t>(most) * count
-                                        : mine + static_cast<int64_t>(kPartUnits) * count) *
-                               items_;
+        const int count = last - first;
+        const int length = (is_even ? most * count : mine + kPartUnits * count) * items_;
         run_end_ = length;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
-            const int64_t before = __shfl_sync(~0u, run_end_, lane_idx - distance);
+            const int before = __shfl_sync(~0u, run_end_, lane_idx - distance);
             run_end_ += lane_idx >= distance ? before : 0;
         }
         run_begin_ = run_end_ - length;
         length_ = __shfl_sync(~0u, run_end_, 31);
         // No place is without a unit.
-        places_ = static_cast<int>(
-            min(static_cast<int64_t>(is_even ? args.parallel : args.num_workers), length_));
+        places_ = min(is_even ? args.parallel : args.num_workers, length_);
+    }
+
+    // Whether the lengths that are held are those in memory.
+    __device__ __forceinline__ bool is_true() const {
+        const int first = run_first(), last = min(first + run_, args_.batch_size);
+        bool is_same = true;
+#pragma unroll
+        for (int i = 0; i < kHeld && is_held(); ++i) {
+            is_same &= first + i >= last || read(first + i) == held_[i];
+        }
+        return __all_sync(~0u, is_same);
     }
 
     // The next part of the block, which is one of `num_blocks`; false: there is none.
@@ -84,10 +112,31 @@ class LatentLine {
 
   private:
     static constexpr int kPartUnits = kUnit == 64 ? 4 : 3;
+    static constexpr int kHeld = 4;  // lengths a lane
 
+    // NOTE: past the L1, which may keep what was there before the launch before had ended.
+    __device__ __forceinline__ int read(int batch_idx) const {
+        return *static_cast<const volatile int*>(args_.cache_seqlens + batch_idx);
+    }
+    __device__ __forceinline__ int run_first() const {
+        return min(static_cast<int>(threadIdx.x & 31) * run_, args_.batch_size);
+    }
+    // Of a sequence, the same in all lanes.
     __device__ __forceinline__ Extent extent_of(int batch_idx) const {
+        if (!is_held()) {
+            return extent_from(__ldg(args_.cache_seqlens + batch_idx));
+        }
+        const int owner = batch_idx / run_, i = batch_idx - owner * run_;
+        int length = held_[0];
+#pragma unroll
+        for (int k = 1; k < kHeld; ++k) {
+            length = i == k ? held_[k] : length;
+        }
+        return extent_from(__shfl_sync(~0u, length, owner));
+    }
+    __device__ __forceinline__ Extent extent_from(int length) const {
         Extent extent = {};
-        extent.length = min(max(__ldg(args_.cache_seqlens + batch_idx), 0), kMostTokens);
+        extent.length = min(max(length, 0), kMostTokens);
         extent.is_outside = extent.length > args_.max_tokens;
         extent.num_tokens = min(extent.length, args_.max_tokens);
         extent.num_units = max((extent.num_tokens + kUnit - 1) / kUnit, 1);
@@ -99,30 +148,34 @@ class LatentLine {
     }
     // Finds the last item of a place.
     __device__ __forceinline__ void enter() {
-        begin_ = place_ * length_ / places_;
-        end_ = (place_ + 1) * length_ / places_;
-        const int64_t last = end_ - 1;
+        begin_ = begin_of(place_);
+        end_ = begin_of(place_ + 1);
+        const int last = end_ - 1;
         const int owner = __ffs(__ballot_sync(~0u, run_begin_ <= last && last < run_end_)) - 1;
-        batch_idx_ = __shfl_sync(~0u, run_first_, owner);
+        batch_idx_ = owner * run_;
         at_ = __shfl_sync(~0u, run_begin_, owner);
         int stride = stride_of(extent_of(batch_idx_));
-        while (at_ + static_cast<int64_t>(stride) * items_ <= last) {
-            at_ += static_cast<int64_t>(stride) * items_;
+        while (at_ + stride * items_ <= last) {
+            at_ += stride * items_;
             stride = stride_of(extent_of(++batch_idx_));
         }
-        item_ = static_cast<int>((last - at_) / stride);
-        at_ += static_cast<int64_t>(item_) * stride;
+        item_ = (last - at_) / stride;
+        at_ += item_ * stride;
+    }
+    // floor(place length / places)
+    __device__ __forceinline__ int begin_of(int place) const {
+        return place * (length_ / places_) + place * (length_ % places_) / places_;
     }
     // The units of an item before a point of the line, counted from its beginning.
-    __device__ __forceinline__ int unit_at(int64_t point, const Extent& extent) const {
-        return static_cast<int>(max(min(point - besides(), static_cast<int64_t>(extent.num_units)),
-                                    static_cast<int64_t>(0)));
+    __device__ __forceinline__ int unit_at(int point, const Extent& extent) const {
+        return max(min(point - besides(), extent.num_units), 0);
     }
     // The place that has the unit before a point.
-    __device__ __forceinline__ int place_before(int64_t point) const {
-        return static_cast<int>((point * places_ + length_ - 1) / length_) - 1;
+    __device__ __forceinline__ int place_before(int point) const {
+        return static_cast<int>((static_cast<int64_t>(point) * places_ + length_ - 1) / length_) -
+               1;
     }
-    __device__ __forceinline__ LatentPart part_of(const Extent& extent, int64_t at, int first,
+    __device__ __forceinline__ LatentPart part_of(const Extent& extent, int at, int first,
                                                   int last) const {
         LatentPart part = {};
         part.batch_idx = batch_idx_;
@@ -144,13 +197,15 @@ class LatentLine {
     }
 
     const LatentArgs<T>& args_;
-    int items_, item_rows_, places_;  // items of a sequence
-    int even_units_;                  // what every item counts as; 0: as what it is
-    int64_t length_;
-    int run_first_;  // the lane's first sequence
-    int64_t run_begin_, run_end_;
+    const int items_, item_rows_;  // items of a sequence
+    const int run_;                // sequences of a lane
+    int places_;
+    int held_[kHeld];
+    int even_units_;  // what every item counts as; 0: as what it is
+    int length_;
+    int run_begin_, run_end_;
     int place_ = -1, batch_idx_ = 0, item_ = 0;
-    int64_t at_ = 0, begin_ = 0, end_ = 0;  // of the item, of the place
+    int at_ = 0, begin_ = 0, end_ = 0;  // of the item, of the place
 };
 
 }  // namespace kernel_hub::kv_cache::decode::sm90

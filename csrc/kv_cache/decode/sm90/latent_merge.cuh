@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_hub/math.cuh"
+#include "kernel_hub/ptx.cuh"
 #include "kernel_hub/warpgroup.cuh"
 #include "kv_cache/decode/sm90/latent_shared.cuh"
 
@@ -18,6 +19,7 @@ template <int kRows, int kThreads, int kCount, int kMine, typename T>
 struct LatentMerge {
     static constexpr int kFan = 16;
     static constexpr int kAtOnce = kRows == 16 ? 16 : 8;  // vectors
+    static constexpr bool kIsEarly = kRows == 16;         // there are registers for the first ones
     const LatentArgs<T>& args;
 
     // Whether the thread's values and their log2(sum exp) are now those of the whole item; else
@@ -43,10 +45,9 @@ struct LatentMerge {
                         args.partial_lse[part.slot + block_row(i)] = log2_sums[i];
                     }
                 }
-                __threadfence();
                 named_barrier_sync(kJoin, kThreads);
                 if (threadIdx.x == 0) {
-                    atomicExch(args.tickets + part.slot / kRows, 1);
+                    st_release(args.tickets + part.slot / kRows, 1);
                 }
                 return false;
             }
@@ -55,6 +56,14 @@ struct LatentMerge {
 #pragma unroll 1
             for (int k = 0; k < others; ++k) {
                 const int slot = part.slot_of(group + step * (k + 1) - 1);
+                const float4* from = vectors(slot);
+                float4 values[kAtOnce];
+                if constexpr (kIsEarly) {
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        values[i] = __ldcg(from + i * kThreads);
+                    }
+                }
                 float own[kMine], theirs[kMine];
 #pragma unroll
                 for (int i = 0; i < kMine; ++i) {
@@ -70,15 +79,15 @@ struct LatentMerge {
                     own[i] *= factor, theirs[i] *= factor;
                     log2_sums[i] = largest + __logf(sum) * kLog2e;
                 }
-                const float4* from = vectors(slot);
 #pragma unroll
                 for (int first = 0; first < kCount / 4; first += kAtOnce) {
                     // NOTE: else ptxas reads all of them before it uses one, and spills.
                     asm volatile("" ::: "memory");
-                    float4 values[kAtOnce];
+                    if (first > 0 || !kIsEarly) {
 #pragma unroll
-                    for (int i = 0; i < kAtOnce; ++i) {
-                        values[i] = __ldcg(from + (first + i) * kThreads);
+                        for (int i = 0; i < kAtOnce; ++i) {
+                            values[i] = __ldcg(from + (first + i) * kThreads);
+                        }
                     }
 #pragma unroll
                     for (int i = 0; i < kAtOnce; ++i) {
@@ -106,9 +115,9 @@ struct LatentMerge {
                                              int count) const {
         if (threadIdx.x < count) {
             int* ticket = args.tickets + part.slot_of(first + step * threadIdx.x) / kRows;
-            while (atomicExch(ticket, 0) == 0) {
+            while (ld_acquire(ticket) == 0) {
             }
-            __threadfence();
+            *ticket = 0;
         }
         named_barrier_sync(kJoin, kThreads);
     }

@@ -1,7 +1,10 @@
 // mla_decode_sm90.cu: the warp that finds the block's parts, and what it tells the others.
 #pragma once
 
+#include "kernel_hub/bulk_prefetch.cuh"
+#include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/ptx.cuh"
 #include "kernel_hub/shared_size.cuh"
 #include "kv_cache/decode/sm90/latent_line.cuh"
 
@@ -52,8 +55,48 @@ struct LatentParts {
     }
 };
 
+// Brings cache_seqlens and the block table into the L2, a line a thread of the first kThreads of
+// every block; nothing is read, so it may be before the launch before has ended.
+template <typename T>
+__device__ __forceinline__ void prefetch_tables(const LatentArgs<T>& args) {
+    constexpr int kThreads = 64, kLine = 32;  // entries
+    const int index = blockIdx.x * kThreads + threadIdx.x;
+    if (threadIdx.x >= kThreads) {
+        return;
+    }
+    if (index * kLine < args.batch_size) {
+        prefetch_l2(args.cache_seqlens + index * kLine);
+    }
+    if (args.block_table != nullptr) {
+        const int lines = (args.max_tokens / args.page_size + kLine - 1) / kLine;
+        const int batch_idx = index / lines;
+        if (batch_idx < args.batch_size) {
+            prefetch_l2(args.block_table + batch_idx * args.block_table_stride +
+                        index % lines * kLine);
+        }
+    }
+}
+
+// By all lanes of a warp: brings the rows of a part into the L2, before the keys are asked for,
+// behind which they would wait.
+template <typename T>
+__device__ __forceinline__ void prefetch_queries(const LatentArgs<T>& args,
+                                                 const LatentPart& part) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < part.num_rows; i += 32) {
+        const int row = part.first_row + i;
+        bulk_prefetch(args.q + part.batch_idx * args.q_batch_stride +
+                          row / args.num_heads * args.q_token_stride +
+                          row % args.num_heads * args.q_head_stride,
+                      kKeyDim * sizeof(T));
+    }
+}
+
 // By all lanes of a warp: finds the parts of the block, one of `num_blocks` of a cluster, which
 // share them: each has kRows of their rows. kUnit: tokens at whose multiples a line is cut.
+//
+// Waits for the launch before; the first part of a line is found ahead of that, of lengths that are
+// read again after it.
 template <int kRows, int kUnit, bool kHasLine, typename T>
 __device__ __forceinline__ void find_parts(const LatentArgs<T>& args, LatentParts parts,
                                            int num_blocks, int rank) {
@@ -67,10 +110,27 @@ __device__ __forceinline__ void find_parts(const LatentArgs<T>& args, LatentPart
     LatentPart part;
     if (kHasLine && args.tickets != nullptr) {
         LatentLine<kUnit, T> line(args, kRows * num_blocks);
-        while (line.next(part, first, step)) {
+        if (!line.is_held()) {
+            wait_for_launch_before();
+        }
+        bool is_found = false;
+        while (true) {
+            if (!is_found) {
+                line.find();
+            }
+            const bool is_there = line.next(part, first, step);
+            wait_for_launch_before();
+            is_found = line.is_true();
+            if (!is_found) {
+                continue;
+            }
+            if (!is_there) {
+                break;
+            }
             put(part);
         }
     } else {
+        wait_for_launch_before();
 #pragma unroll 1
         for (int index = first; index < args.num_workers; index += step) {
             part = find_part<kSplitUnit>(args, index, kRows * num_blocks);

@@ -12,6 +12,7 @@ namespace kernel_hub::kv_cache::decode::sm90 {
 
 struct LatentStages {
     static constexpr int kRows = 64, kTile = 64, kThreads = 384;
+    static constexpr int kLoaders = 8, kFinder = 10;  // warps
     static constexpr int kPanelColumns = 64, kPanels = kKeyDim / kPanelColumns;
     static constexpr int kPanelBytes = kTile * kPanelColumns * 2;
     static constexpr int kStageBytes = kPanels * kPanelBytes;
@@ -133,6 +134,10 @@ struct LatentProducer {
                     }
                 }
                 __syncwarp();
+            }
+            if (first == part.first_token) {
+                // The first tile comes before the next one.
+                mbarrier_wait(shared.full(stage, C::kPanels - 1), parity);
             }
             prefetch(is_box ? page : -1, table == nullptr ? token : token % args.page_size, boxes);
             parity ^= 1;

@@ -1,0 +1,97 @@
+// mla_decode_sm90.cu: what a consumer's warpgroup has at the end of a part, to memory.
+#pragma once
+
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kv_cache/decode/sm90/latent_consumer.cuh"
+#include "kv_cache/decode/sm90/latent_merge.cuh"
+
+namespace kernel_hub::kv_cache::decode::sm90 {
+
+// By both warpgroups: sums over all tokens, what other parts have, and then the rows.
+template <typename T, int kSide>
+__device__ __forceinline__ void LatentConsumer<T, kSide>::write(const LatentPart& part) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], 1);
+        row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], 2);
+        if ((lane_idx & 3) == 0) {
+            sums(kSide)[row_of(i)] = row_sum[i];
+        }
+    }
+    named_barrier_sync(kJoin, 256);
+    float factors[2], log2_sums[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float sum = sums(0)[row_of(i)] + sums(1)[row_of(i)];
+        factors[i] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+        log2_sums[i] = row_max[i] + __logf(sum) * kLog2e;
+    }
+#pragma unroll
+    for (int e = 0; e < C::kHalfDim / 2; ++e) {
+        output[e] *= factors[e / 2 % 2];
+    }
+    bool is_whole = part.is_whole;
+    const bool has_rows = kSide == 0 && (lane_idx & 3) == 0;
+    if (part.num_parts > 1) {
+        const LatentMerge<C::kRows, 256, C::kHalfDim / 2, 2, T> merge = {args};
+        is_whole = merge.merge(
+            part, log2_sums, [&](int e) -> float& { return output[e]; },
+            [](int e) { return e / 2 % 2; }, [&](int i) { return row_of(i); }, has_rows);
+        if (!is_whole) {
+            return;
+        }
+    }
+    if (has_rows) {
+        write_lse(args, part, row_of(0), log2_sums[0], 1.0f, is_whole);
+        write_lse(args, part, row_of(1), log2_sums[1], 1.0f, is_whole);
+    }
+    if (is_whole) {
+        write_out(part);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const auto to = LatentRow<T>::of(args, part, row_of(i), false);
+        to.template store<C::kHalfDim / 8>(kSide * C::kHalfDim + 2 * (lane_idx & 3), [&](int j) {
+            return make_float2(output[4 * j + 2 * i], output[4 * j + 2 * i + 1]);
+        });
+    }
+}
+
+// A warp's rows of the output, through where the queries were, so that it writes 512 bytes of
+// a row at a time.
+template <typename T, int kSide>
+__device__ __forceinline__ void LatentConsumer<T, kSide>::write_out(const LatentPart& part) const {
+    const int first = 16 * (thread_idx / 32);
+    constexpr int kWhere = C::kQueries + kSide * C::kHalfPanels * C::kPanelBytes;
+    const auto place = [](int row, int chunk) {
+        return kWhere + chunk / 8 * C::kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
+    };
+#pragma unroll
+    for (int i = 0; i < C::kHalfDim / 16; ++i) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            packed[e] = pack2<T>(output[8 * i + 2 * e], output[8 * i + 2 * e + 1]);
+        }
+        stmatrix_x4(shared.base + place(first + (lane_idx & 15), 2 * i + (lane_idx >> 4)),
+                    packed[0], packed[1], packed[2], packed[3]);
+    }
+    __syncwarp();
+    const int mine = part.first_row + first + (lane_idx & 15);
+    const int64_t offset = part.batch_idx * args.out_batch_stride +
+                           mine / args.num_heads * args.out_token_stride +
+                           mine % args.num_heads * args.out_head_stride;
+#pragma unroll 4
+    for (int i = 0; i < 16; ++i) {
+        T* to = args.out + __shfl_sync(~0u, offset, i) + kSide * C::kHalfDim + 8 * lane_idx;
+        const uint4 values =
+            *reinterpret_cast<const uint4*>(dynamic_shared() + place(first + i, lane_idx));
+        if (first + i < part.num_rows) {
+            *reinterpret_cast<uint4*>(to) = values;
+        }
+    }
+}
+
+}  // namespace kernel_hub::kv_cache::decode::sm90
