@@ -51,7 +51,7 @@ __device__ __forceinline__ int blocks_over(const Parameters& p, int keys) {
 }
 
 __device__ __forceinline__ int parts_of(int blocks, int longest) {
-    return (blocks + longest - 1) / longest;
+    return quotient(blocks + longest - 1, longest);
 }
 
 // What a sequence has to do.
@@ -70,9 +70,9 @@ struct Sequence {
         q_begin = queries.start;
         seqlen_q = queries.count;
         seqlen_k = find_keys(p, batch).count;
-        packs = p.packing.packs(p.num_heads / p.num_kv_heads);
+        packs = p.packing.packs(quotient(p.num_heads, p.num_kv_heads));
         const int rows = min(seqlen_q, p.seqlen_q);
-        tiles = (rows + p.packing.tokens - 1) / p.packing.tokens * packs;
+        tiles = quotient(rows + p.packing.tokens - 1, p.packing.tokens) * packs;
         width = blocks_over<C>(p, seqlen_k);
         if (C::kMask == Mask::kWindow && p.window_left >= 0) {
             width -= blocks_in<C>(p, max(0, seqlen_k - seqlen_q - p.window_left));
@@ -184,8 +184,8 @@ __device__ __forceinline__ int find_share(const Parameters& p, Line& line, int t
 // About the shortest parts of which there is one a block, if they are no more than so many steps
 // longer than a share; else 1. As above.
 __device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int tiles, int blocks,
-                                            int share, int more) {
-    const int step = 1 + share / Packing::kStep;
+                                            int share, int more, bool is_coarse) {
+    const int step = 1 + share / (is_coarse ? Packing::kCoarseStep : Packing::kStep);
     if (threadIdx.x / 32 * 32 < p.batch_size) {
 #pragma unroll 1
         for (int i = 0; i <= more; ++i) {
@@ -240,8 +240,10 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
             rank = find_rank(p, line, (blocks + parts - 1) / parts);
             longest = C::kHasParts ? share : longest;
         } else if (C::kHasParts) {
-            const int more = min(-longest, (share - p.packing.least_blocks) / 2);
-            longest = find_longest(p, line, tiles, blocks, share, more);
+            const bool is_coarse = -longest >= Line::kTried;
+            const int most = -longest % Line::kTried;
+            const int more = min(most, (share - p.packing.least_blocks) / 2);
+            longest = find_longest(p, line, tiles, blocks, share, more, is_coarse);
         }
     }
     line.longest = longest;
