@@ -21,7 +21,7 @@
 // by `tokens`.
 // Source: Dao et al., "Flash-Decoding", 2023; Osama et al., "Stream-K", 2023.
 //
-// kernel_hub: allow-local-memory: 16 bytes at head_dim 256, in the warps that load
+// kernel_hub: allow-local-memory: 8 bytes with windows, in the warps that load
 
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/merge.cuh"
