@@ -45,16 +45,17 @@ _L2_BYTES = 36e6
 # keys again, or pieces of rows.
 MOST_LONGER, STEP, COARSE_STEP = 7, 64, 16
 _MOST_SMS = 132  # whose reads the L2 holds side by side
-_FEW_ROWS = 0.83  # of what memory gives, blocks of 96 columns and 128 rows read
+_FEW_ROWS = 0.86  # of what memory gives, blocks of 96 columns and 128 rows read
 # Tiles by multiprocessors: with more there is hardly one to cut, and to look for it takes longer
 # than it saves, but of so many blocks of keys.
 _MOST_PARTED, _LONG_BLOCKS = 0.75, 64
 # Of the mean tile: the last multiprocessor where there are fewer tiles than those, the long cut.
-_ONE_LATE = 1.15
+_ONE_LATE = 1.25
 _APART = 0.12  # shares of many tiles are so much slower
 # Of the longest part, by rounds of them: the last multiprocessor after their mean; where tiles are
 # few, each that is cut is two parts, and of those some have two.
 _LATE, _FEW_LATE, _FEW_ROUNDS = 0.4, 0.4, 1.6
+_LONGEST = 1.1  # whole tiles of caches that differ, by the longest: whatever others are
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
 # Of prompts: what is left of a tile's beginning and end where whole tiles differ; of the longest
 # what the mean tile sees more than the mean; in turn where they are surely faster.
@@ -144,6 +145,11 @@ def _all_bytes(sizes: Sizes) -> float:
     return key_bytes(sizes) + queries
 
 
+def _both(products_us: float, bytes_us: float) -> float:
+    """Of what runs side by side: longer than either where they are about as long."""
+    return (products_us**4 + bytes_us**4) ** 0.25
+
+
 def _tile_us(width: int) -> float:
     return _TILE_US + _COLUMNS_US * width / 128
 
@@ -175,6 +181,7 @@ def _rounds_us(
         longest = min(seen, rounds * mean)
         late = _LATE / rounds + _FEW_LATE * max(0.0, _FEW_ROUNDS - rounds)
         return (rounds * mean + late * longest) * unit_us + rounds * tile_us
+    one *= _LONGEST * math.ceil(rounds / sizes.batch_size)
     return max(one, rounds * (mean * unit_us + tile_us))
 
 
@@ -193,7 +200,7 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     work = _rounds_us(
         sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
-    return _START_US + max(work, _all_bytes(sizes) / sizes.bytes_a_us)
+    return _START_US + _both(work, _all_bytes(sizes) / sizes.bytes_a_us)
 
 
 def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
@@ -212,7 +219,7 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     pieces = 0.0
     if sizes.is_ragged:  # of those that are longer than a multiprocessor's mean
         pieces = min(1.0, num_sms / tiles / sizes.evenness)
-    work = max(work, _all_bytes(sizes) / _rate(sizes, tile))
+    work = _both(work, _all_bytes(sizes) / _rate(sizes, tile))
     return _begin_us(sizes) + work + pieces * tile.pieces_us
 
 
@@ -307,6 +314,8 @@ def _again(sizes: Sizes, tile: PackedTile, tiles: int, seen: float, share: int) 
     num_heads, every = sizes.batch_size * sizes.num_kv_heads, key_bytes(sizes)
     tiles_a_head, tiles_a_share = tiles / num_heads, share / seen
     near = _L2_BYTES / (_MOST_SMS * tile.block_n * 4 * sizes.head_dim)
+    if every <= _L2_BYTES:
+        return 0.0
     if share < seen:  # line.cuh: chunks of a share are side by side, but the rest
         rest = (seen - 1) % share + 1
         chunk = rest if 2 * rest >= share else (share + rest) / 2
@@ -360,7 +369,7 @@ def _cut(sizes: Sizes, tile: PackedTile, num_sms: int) -> tuple[float, int]:
         if not has_parts(sizes, tiles, num_sms, tile.block_n, rounds) or rounds * longest > most:
             continue
         work = rounds * (longest * tile.unit_us + 2 * stretch_us)
-        work = max(work, num_bytes / rate + 2 * stretch_us)
+        work = _both(work, num_bytes / rate + 2 * stretch_us)
         cut = rounds if rounds > 1 else min(1.0, pieces)
         found = min(found, (work + cut * tile.pieces_us, math.ceil(longest)))
         if rounds == 1 and longest <= share + longer_of(share):
@@ -369,7 +378,8 @@ def _cut(sizes: Sizes, tile: PackedTile, num_sms: int) -> tuple[float, int]:
         num_bytes += _again(sizes, tile, tiles, seen_mean, share)
     rate *= 1 - _NARROW * max(0.0, 1 - sizes.head_dim / 128)
     rate *= _ASKEW if sizes.head_dim % 64 else 1.0
-    work = max(share * tile.unit_us + stretches * stretch_us, num_bytes / rate + 2 * stretch_us)
+    work = share * tile.unit_us + stretches * stretch_us
+    work = _both(work, num_bytes / rate + 2 * stretch_us)
     work *= 1 + _APART * min(1.0, max(0.0, tiles / num_sms - 1))
     us, longest = min(found, (work + pieces * tile.pieces_us, 0))
     return _begin_us(sizes) + us, longest

@@ -284,12 +284,12 @@ def test_lengths_on_the_device_may_differ() -> None:
     assert len(COSTS.sizes_of(step._replace(cache_seqlens=lengths))) == 2
     alike, (ragged,) = same, COSTS.sizes_of(problem._replace(cache_seqlens=lengths))
     assert ragged.has_lengths and 0.4 < ragged.evenness < 0.6
-    tile = COSTS.PackedTile(128, 128, 128)
+    tile = COSTS.PackedTile(96, 128, 128)
     gains = [
         COSTS.split_us(each, tile, H200_SMS) / COSTS.whole_us(each, 96, 128, 128, H200_SMS)
         for each in (alike, ragged)
     ]
-    assert gains[1] < 1 and gains[0] > 1.1
+    assert gains[1] < 1 < gains[0]
     packed = torch.tensor([0, 2432], dtype=torch.int32)
     varlen = problem._replace(k=k[0], v=k[0], cu_seqlens_k=packed)
     assert [each.mean for each in COSTS.sizes_of(varlen)] == [2432 / 6]
