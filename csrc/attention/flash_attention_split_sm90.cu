@@ -16,11 +16,12 @@
 //   ..._causal_rows192 (64, 96)                         the same in tiles of 192 rows
 //   ..._window (64, 128, 256)                           both sides, either of them open; softcap
 //   flash_attention_split_sm90_{dtype}_merge            after each; grid and blocks of theirs
+//   flash_attention_split_sm90_{dtype}_merge_left       the same, where most tiles are written
 // Tensor maps as there, but for q: head_dim, heads, tokens, batch; boxes of 64 columns by `heads`
 // by `tokens`.
 // Source: Dao et al., "Flash-Decoding", 2023; Osama et al., "Stream-K", 2023.
 //
-// kernel_hub: allow-local-memory: 16 bytes at head_dim 256, in the warps that load
+// kernel_hub: allow-local-memory: 8 bytes with windows, in the warps that load
 
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/merge.cuh"
@@ -47,13 +48,11 @@ namespace kernel_hub::attention::sm90 {
                                      .packing = packing});                                    \
         })
 
-#define EXPORT_MERGE(DTYPE, T)                                                                     \
+#define EXPORT_MERGE(DTYPE, T, NAME, IS_LEFT, GRID)                                                \
     DESCRIBED(                                                                                     \
-        flash_attention_split_sm90_##DTYPE##_merge,                                                \
-        "x: 8 / team strips of 16 rows of scan tiles, by 32 columns",                              \
-        (.threads = 256, .shared_bytes = 0),                                                       \
+        flash_attention_split_sm90_##DTYPE##_##NAME, GRID, (.threads = 256, .shared_bytes = 0),    \
         extern "C" __global__ void                                                                 \
-        __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_merge(                      \
+        __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_##NAME(                     \
             T* out, float* lse, int* flag, float* partials, int* line, const int* cu_seqlens_q,    \
             const int* cu_seqlens_k, const int* cache_seqlens, const void* sinks,                  \
             int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,           \
@@ -66,46 +65,47 @@ namespace kernel_hub::attention::sm90 {
             const Packing packing = {                                                              \
                 heads,   tokens,   reciprocal, least_blocks,                                       \
                 longest, partials, line,       static_cast<uint32_t>(reciprocal_n)};               \
-            merge_pieces<C>({.out = out,                                                           \
-                             .lse = lse,                                                           \
-                             .flag = flag,                                                         \
-                             .cu_seqlens_q = cu_seqlens_q,                                         \
-                             .cu_seqlens_k = cu_seqlens_k,                                         \
-                             .cache_seqlens = cache_seqlens,                                       \
-                             .sinks = sinks,                                                       \
-                             .out_batch_stride = out_batch_stride,                                 \
-                             .out_token_stride = out_token_stride,                                 \
-                             .out_head_stride = out_head_stride,                                   \
-                             .lse_batch_stride = lse_batch_stride,                                 \
-                             .lse_head_stride = lse_head_stride,                                   \
-                             .batch_size = batch_size,                                             \
-                             .num_heads = num_heads,                                               \
-                             .num_kv_heads = num_kv_heads,                                         \
-                             .head_dim_v = head_dim_v,                                             \
-                             .seqlen_q = seqlen_q,                                                 \
-                             .seqlen_k = seqlen_k,                                                 \
-                             .total_q = total_q,                                                   \
-                             .total_k = total_k,                                                   \
-                             .window_left = window_left,                                           \
-                             .window_right = window_right,                                         \
-                             .sink_type = sink_type,                                               \
-                             .packing = packing},                                                  \
-                            {partials, rows, width}, blocks, team, scan, groups, strips);          \
+            merge<C, IS_LEFT>({.out = out,                                                         \
+                               .lse = lse,                                                         \
+                               .flag = flag,                                                       \
+                               .cu_seqlens_q = cu_seqlens_q,                                       \
+                               .cu_seqlens_k = cu_seqlens_k,                                       \
+                               .cache_seqlens = cache_seqlens,                                     \
+                               .sinks = sinks,                                                     \
+                               .out_batch_stride = out_batch_stride,                               \
+                               .out_token_stride = out_token_stride,                               \
+                               .out_head_stride = out_head_stride,                                 \
+                               .lse_batch_stride = lse_batch_stride,                               \
+                               .lse_head_stride = lse_head_stride,                                 \
+                               .batch_size = batch_size,                                           \
+                               .num_heads = num_heads,                                             \
+                               .num_kv_heads = num_kv_heads,                                       \
+                               .head_dim_v = head_dim_v,                                           \
+                               .seqlen_q = seqlen_q,                                               \
+                               .seqlen_k = seqlen_k,                                               \
+                               .total_q = total_q,                                                 \
+                               .total_k = total_k,                                                 \
+                               .window_left = window_left,                                         \
+                               .window_right = window_right,                                       \
+                               .sink_type = sink_type,                                             \
+                               .packing = packing},                                                \
+                              {partials, rows, width}, blocks, team, scan, groups, strips);        \
         })
 
 #define EXPORT_MASKS(DTYPE, T, HEAD_DIM, BLOCK_N)                 \
     EXPORT_SPLIT(DTYPE, T, HEAD_DIM, causal, kCausal, 2, BLOCK_N) \
     EXPORT_SPLIT(DTYPE, T, HEAD_DIM, window, kWindow, 2, BLOCK_N)
 
-#define EXPORT_HEAD_DIMS(DTYPE, T)                              \
-    EXPORT_MASKS(DTYPE, T, 64, 128)                             \
-    EXPORT_SPLIT(DTYPE, T, 64, causal_rows192, kCausal, 3, 112) \
-    EXPORT_SPLIT(DTYPE, T, 96, causal, kCausal, 2, 128)         \
-    EXPORT_SPLIT(DTYPE, T, 96, causal_rows192, kCausal, 3, 96)  \
-    EXPORT_MASKS(DTYPE, T, 128, 128)                            \
-    EXPORT_SPLIT(DTYPE, T, 192, causal, kCausal, 2, 112)        \
-    EXPORT_MASKS(DTYPE, T, 256, 80)                             \
-    EXPORT_MERGE(DTYPE, T)
+#define EXPORT_HEAD_DIMS(DTYPE, T)                                                                \
+    EXPORT_MASKS(DTYPE, T, 64, 128)                                                               \
+    EXPORT_SPLIT(DTYPE, T, 64, causal_rows192, kCausal, 3, 112)                                   \
+    EXPORT_SPLIT(DTYPE, T, 96, causal, kCausal, 2, 128)                                           \
+    EXPORT_SPLIT(DTYPE, T, 96, causal_rows192, kCausal, 3, 96)                                    \
+    EXPORT_MASKS(DTYPE, T, 128, 128)                                                              \
+    EXPORT_SPLIT(DTYPE, T, 192, causal, kCausal, 2, 112)                                          \
+    EXPORT_MASKS(DTYPE, T, 256, 80)                                                               \
+    EXPORT_MERGE(DTYPE, T, merge, false, "x: 8 / team strips of 16 rows by 32 columns; y: tiles") \
+    EXPORT_MERGE(DTYPE, T, merge_left, true, "x: 8 strips of 16 rows of groups, by 32 columns")
 
 EXPORT_HEAD_DIMS(fp16, __half)
 EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)

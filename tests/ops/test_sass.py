@@ -21,7 +21,7 @@ CSRC = sass.RECORD.parents[2] / "csrc"
 # A loop may grow by this much before it must be looked at and recorded anew.
 MOST_GROWTH = 1.05
 # Kernels that only read and write rows, beside those that multiply.
-ROWS_ONLY = ("_delta", "_convert", "_merge", "sample")
+ROWS_ONLY = ("_delta", "_convert", "_merge", "_merge_left", "sample")
 # Of few rows a warp: their products are mma.sync, which are not counted.
 OF_WARPS = ("decode_attention_sm90", "decode_attention_wide_sm90", "decode_ordered_sm90")
 RECORD = "python tests/ops/record_sass.py"

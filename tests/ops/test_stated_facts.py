@@ -79,9 +79,11 @@ def test_what_plans_repeat_of_the_sources(tmp_path: Path) -> None:
     except KernelHubError as missing:
         pytest.skip(str(missing))
     asserted = {
-        "Packing::kSlots": forward_split_sm90._SLOTS,
+        "Packing::kSlots": split_costs.SLOTS,
         "Packing::kAsTheyCome": forward_split_sm90._AS_THEY_COME,
         "Packing::kStep": split_costs.STEP,
+        "Packing::kCoarseStep": split_costs.COARSE_STEP,
+        "Line::kTried - 1": split_costs.MOST_LONGER,
         "Line::kMost": forward_split_sm90._MAX_BATCH,
     }
     source = tmp_path / "repeated.cu"
@@ -119,7 +121,7 @@ def test_the_plans_of_attention_name_every_variant() -> None:
     sm90 = exported("flash_attention_sm90", "")
     assert {body.name(BF16) for body in forward_sm90.BODIES} == {n for n in sm90 if "bf16" in n}
     named = {body.name(BF16) for body in forward_split_sm90.BODIES}
-    named.add(forward_split_sm90.merge_name(BF16))
+    named |= {forward_split_sm90.merge_name(BF16, scan) for scan in (0, 1)}
     assert named == {n for n in exported("flash_attention_split_sm90", "") if "bf16" in n}
     assert {body.name for body in forward_fp8.BODIES} == exported("flash_attention_fp8_sm90", "")
     backward = CUBINS["flash_attention_backward"].values()

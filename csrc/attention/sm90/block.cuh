@@ -76,9 +76,11 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
                 loader.run();
             }
         } else if constexpr (C::kSplit) {
-            allow_next_launch();  // the merge, which writes what sees no keys
             if (warp_idx == 2) {
                 deal_share<C>(p, shared);
+            } else {
+                __threadfence();      // the merge reads the line before it waits
+                allow_next_launch();  // the merge, which writes what sees no keys
             }
         } else if (C::kMask != Mask::kFull || p.has_foreign_rows || p.cu_seqlens_q) {
             write_empty_tiles<C>(p);

@@ -51,7 +51,7 @@ __device__ __forceinline__ int blocks_over(const Parameters& p, int keys) {
 }
 
 __device__ __forceinline__ int parts_of(int blocks, int longest) {
-    return (blocks + longest - 1) / longest;
+    return quotient(blocks + longest - 1, longest);
 }
 
 // What a sequence has to do.
@@ -70,9 +70,9 @@ struct Sequence {
         q_begin = queries.start;
         seqlen_q = queries.count;
         seqlen_k = find_keys(p, batch).count;
-        packs = p.packing.packs(p.num_heads / p.num_kv_heads);
+        packs = p.packing.packs(quotient(p.num_heads, p.num_kv_heads));
         const int rows = min(seqlen_q, p.seqlen_q);
-        tiles = (rows + p.packing.tokens - 1) / p.packing.tokens * packs;
+        tiles = quotient(rows + p.packing.tokens - 1, p.packing.tokens) * packs;
         width = blocks_over<C>(p, seqlen_k);
         if (C::kMask == Mask::kWindow && p.window_left >= 0) {
             width -= blocks_in<C>(p, max(0, seqlen_k - seqlen_q - p.window_left));
@@ -89,7 +89,7 @@ struct Sequence {
         if (longest != 1 && width > 0) {
             const int blocks = width;
             width = C::kHasParts ? parts_of(blocks, longest) : 1;
-            unit = C::kHasParts ? (blocks + width - 1) / width : blocks;
+            unit = C::kHasParts ? parts_of(blocks, width) : blocks;
         }
         cut(share);
     }
@@ -101,7 +101,7 @@ struct Sequence {
     // Cuts the width into chunks: of a share, but the last two where the rest is short.
     __device__ __forceinline__ void cut(int share) {
         chunk = share;
-        chunks = max(1, (width + share - 1) / share);
+        chunks = max(1, share == 1 ? width : parts_of(width, share));
         last_begin = (chunks - 1) * share;
         const int rest = width - last_begin;
         if (chunks > 1 && 2 * rest < share) {
@@ -128,9 +128,10 @@ struct Sequence {
     __device__ __forceinline__ Tile describe(const Parameters& p, int batch, int kv_head, int tile,
                                              const Stretch& s, int slot) const {
         Tile found;
-        found.row_begin = tile / packs * p.packing.tokens;
+        const int token_tile = quotient(tile, packs);
+        found.row_begin = token_tile * p.packing.tokens;
         found.batch = batch;
-        found.head = (kv_head * packs + tile % packs) * p.packing.heads | (slot + 1) << 16;
+        found.head = ((kv_head - token_tile) * packs + tile) * p.packing.heads | (slot + 1) << 16;
         found.q_begin = q_begin;
         found.seqlen_q = seqlen_q;
         found.seqlen_k = seqlen_k;
@@ -153,7 +154,7 @@ __device__ __forceinline__ int slot_of(int at, int count, int share) {
     if (share == 1) {
         return at;
     }
-    const int block = at / share;
+    const int block = quotient(at, share);
     const int inner = at == block * share ? 0 : at + count == (block + 1) * share ? 2 : 1;
     return block * Packing::kSlots + inner;
 }
@@ -163,7 +164,7 @@ __device__ __forceinline__ bool has_device_lengths(const Parameters& p) {
 }
 
 __device__ __forceinline__ int share_of(const Parameters& p, int longest, int units, int blocks) {
-    return longest != 1 ? 1 : max(p.packing.least_blocks, (units + blocks - 1) / blocks);
+    return longest != 1 ? 1 : max(p.packing.least_blocks, parts_of(units, blocks));
 }
 
 // The blocks of keys of a share. Every thread of the block, each with a sequence: `tiles` of so
@@ -184,8 +185,8 @@ __device__ __forceinline__ int find_share(const Parameters& p, Line& line, int t
 // About the shortest parts of which there is one a block, if they are no more than so many steps
 // longer than a share; else 1. As above.
 __device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int tiles, int blocks,
-                                            int share, int more) {
-    const int step = 1 + share / Packing::kStep;
+                                            int share, int more, bool is_coarse) {
+    const int step = 1 + share / (is_coarse ? Packing::kCoarseStep : Packing::kStep);
     if (threadIdx.x / 32 * 32 < p.batch_size) {
 #pragma unroll 1
         for (int i = 0; i <= more; ++i) {
@@ -240,8 +241,10 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
             rank = find_rank(p, line, (blocks + parts - 1) / parts);
             longest = C::kHasParts ? share : longest;
         } else if (C::kHasParts) {
-            const int more = min(-longest, (share - p.packing.least_blocks) / 2);
-            longest = find_longest(p, line, tiles, blocks, share, more);
+            const bool is_coarse = -longest >= Line::kTried;
+            const int most = -longest % Line::kTried;
+            const int more = min(most, (share - p.packing.least_blocks) / 2);
+            longest = find_longest(p, line, tiles, blocks, share, more, is_coarse);
         }
     }
     line.longest = longest;
@@ -347,23 +350,29 @@ struct Walker {
                 begin = line.begin[batch];
             } else {
                 const int own = line.begin[0];
-                batch = at / own;
+                batch = quotient(at, own);
                 begin = batch * own;
             }
             const int found = has_device_lengths(p) ? line.batch[batch] : batch;
             Sequence<C> sequence(p, found);
             sequence.deal(longest, share);
             int rest = at - begin;
-            const int kv_head = rest / (sequence.tiles * sequence.width);
+            const int kv_head = quotient(rest, sequence.tiles * sequence.width);
             rest -= kv_head * sequence.tiles * sequence.width;
-            const int unit = rest / sequence.tiles;
-            const int last = sequence.chunks - 1;
-            const int index = unit >= sequence.last_begin ? last : min(unit / share, last - 1);
-            rest -= sequence.chunk_begin(index) * sequence.tiles;
-            const int width = sequence.chunk_width(index);
-            const int before = rest / width, which = sequence.tiles - 1 - before;
-            rest -= before * width;
-            const Stretch s{sequence.chunk_begin(index) + rest, min(width - rest, end - at), at};
+            const int unit = quotient(rest, sequence.tiles);
+            Stretch s{unit, 1, at};
+            int which = sequence.tiles - 1 - rest + unit * sequence.tiles;
+            if (share > 1) {  // NOTE: a warp finds a block's first tile while all others wait
+                const int last = sequence.chunks - 1;
+                const int index =
+                    unit >= sequence.last_begin ? last : min(quotient(unit, share), last - 1);
+                rest -= sequence.chunk_begin(index) * sequence.tiles;
+                const int width = sequence.chunk_width(index);
+                const int before = quotient(rest, width);
+                which = sequence.tiles - 1 - before;
+                rest -= before * width;
+                s = {sequence.chunk_begin(index) + rest, min(width - rest, end - at), at};
+            }
             const int slot = sequence.is_whole(s) ? -1 : slot_of(at, s.count, share);
             tile = sequence.describe(p, found, kv_head, which, s, slot);
             at += s.count;

@@ -1,16 +1,14 @@
 // flash_attention_split_sm90.cu: the second kernel, which merges the pieces of each tile in order.
 #pragma once
 
-#include "attention/sm90/line.cuh"
+#include "attention/sm90/places.cuh"
 #include "attention/sm90/rows.cuh"
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::sm90 {
 
-constexpr int kMergeWarps = 8;
-constexpr int kMergeSlots = 512;  // pieces of a tile at most: two of each chunk
-constexpr int kAtOnce = 4;        // pieces on their way
+constexpr int kAtOnce = 4;  // pieces on their way
 
 // What a lane holds of a strip of 16 rows: rows lane / 4 and + 8, of 32 columns those that a
 // consumer's thread holds (Wgmma).
@@ -55,111 +53,6 @@ struct Merged {
     }
 };
 
-// The places of a tile's pieces that saw keys, in the order of the keys; -1: the tile is whole, and
-// written. A warp.
-template <class C>
-__device__ __forceinline__ int find_pieces(const Parameters& p, const Sequence<C>& sequence,
-                                           int batch, int kv_head, int which, int begin, int share,
-                                           short* slots) {
-    const int lane_idx = threadIdx.x % 32;
-    int count = 0;
-#pragma unroll 1
-    for (int first = 0; first < 2 * sequence.chunks; first += 32) {
-        const int index = (first + lane_idx) / 2, half = lane_idx % 2;
-        bool is_there = false, is_whole = false;
-        int slot = 0;
-        if (index < sequence.chunks) {
-            // A chunk of a tile lies in one share, or two.
-            const int at = begin + sequence.place(kv_head, index, which);
-            const int width = sequence.chunk_width(index);
-            const int head = min(width, (at / share + 1) * share - at);
-            const int skipped = half == 0 ? 0 : head;
-            const Stretch s{sequence.chunk_begin(index) + skipped, half == 0 ? head : width - head,
-                            at + skipped};
-            if (s.count > 0) {
-                slot = slot_of(s.at, s.count, share);
-                is_there = !sequence.describe(p, batch, kv_head, which, s, slot).is_empty();
-                is_whole = is_there && sequence.is_whole(s);
-            }
-        }
-        if (__any_sync(kAllLanes, is_whole)) {
-            return -1;
-        }
-        const unsigned there = __ballot_sync(kAllLanes, is_there);
-        const int place = count + __popc(there & ((1u << lane_idx) - 1));
-        if (is_there && place < kMergeSlots) {
-            slots[place] = slot;
-        }
-        count += __popc(there);
-    }
-    __syncwarp();
-    return min(count, kMergeSlots);
-}
-
-// Says which tables led outside.
-__device__ __forceinline__ void report_lengths(const Parameters& p) {
-#pragma unroll 1
-    for (int batch = threadIdx.x; batch < p.batch_size; batch += blockDim.x) {
-        const RowRange queries = find_queries(p, batch), keys = find_keys(p, batch);
-        const bool is_outside_q = queries.is_outside || queries.count > p.seqlen_q;
-        const bool is_outside_k = keys.is_outside || keys.count > p.seqlen_k;
-        report(p.flag, (is_outside_q ? kQueriesOutside : 0) | (!is_outside_k     ? 0
-                                                               : p.cache_seqlens ? kLengthsOutside
-                                                                                 : kKeysOutside));
-    }
-}
-
-// A tile's place among those that there are at most.
-struct TileIndex {
-    int batch, kv_head, which, packs;
-
-    __device__ __forceinline__ TileIndex(const Parameters& p, int tile) {
-        packs = p.packing.packs(p.num_heads / p.num_kv_heads);
-        const int most = (p.seqlen_q + p.packing.tokens - 1) / p.packing.tokens * packs;
-        batch = tile / (most * p.num_kv_heads);
-        kv_head = tile / most % p.num_kv_heads;
-        which = tile % most;
-    }
-};
-
-// Deals the units of a sequence; where it begins in the line, and a block's share of it.
-template <class C>
-__device__ __forceinline__ void find_in_line(const Parameters& p, Sequence<C>& sequence, int batch,
-                                             int blocks, int& begin, int& share) {
-    const bool has_line = has_device_lengths(p);
-    const int* line = p.packing.line;
-    const int longest = has_line ? line[p.batch_size + 1] : p.packing.longest;
-    int units = has_line ? line[p.batch_size] : 0;
-    begin = has_line ? line[batch] : 0;
-    if (!has_line) {
-        const int own = p.num_kv_heads * sequence.tiles * parts_of(sequence.width, longest);
-        units = own * p.batch_size;
-        begin = own * batch;
-    }
-    share = share_of(p, longest, units, blocks);
-    sequence.deal(longest, share);
-}
-
-// Whether the first kernel did not write a tile: it has pieces, or sees no keys.
-template <class C>
-__device__ __forceinline__ bool is_left(const Parameters& p, int tile, int blocks) {
-    const TileIndex at(p, tile);
-    if (at.batch >= p.batch_size) {
-        return false;
-    }
-    Sequence<C> sequence(p, at.batch);
-    if (at.which >= sequence.tiles) {
-        return false;
-    }
-    int begin, share;
-    find_in_line(p, sequence, at.batch, blocks, begin, share);
-    const int first = begin + sequence.place(at.kv_head, 0, at.which);
-    const Stretch s{0, sequence.width, first};
-    return sequence.chunks > 1 || sequence.width == 0 ||
-           first / share != (first + sequence.width - 1) / share ||
-           sequence.describe(p, at.batch, at.kv_head, at.which, s, 0).is_empty();
-}
-
 // A strip of 16 rows by 32 columns of a tile, by `team` warps, each with every team-th piece.
 // NOTE: several columns a warp, in fewer waves, take longer: steps of 4 us one after the other.
 template <class C>
@@ -170,21 +63,18 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, const Pieces& p
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32, member = warp_idx % team;
     const TileIndex at(p, tile);
     const int batch = min(at.batch, p.batch_size - 1), kv_head = at.kv_head, which = at.which;
-    const int packs = at.packs, token = which / packs * p.packing.tokens;
+    const int packs = at.packs, token = quotient(which, packs) * p.packing.tokens;
+    const int pack = which - quotient(which, packs) * packs;
     const int row = 16 * strip + lane_idx / 4;
     Sequence<C> sequence(p, batch);
-    int count = -1;
+    Places places;
     const bool has_rows = at.batch < p.batch_size && which < sequence.tiles &&
                           16 * strip < p.packing.heads * p.packing.tokens &&
                           token + p.packing.token_of(16 * strip) < sequence.seqlen_q;
-    if (has_device_lengths(p)) {
-        wait_for_launch_before();  // for the line; without one all is known without it
-    }
     if (has_rows) {
-        int begin, share;
-        find_in_line(p, sequence, batch, blocks, begin, share);
-        count = find_pieces(p, sequence, batch, kv_head, which, begin, share, slots);
+        places = find_places(p, sequence, batch, kv_head, which, packs, blocks, slots);
     }
+    const int count = places.count;
     wait_for_launch_before();
     allow_next_launch();
     Merged merged;
@@ -196,7 +86,10 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, const Pieces& p
         for (int i = 0; i < kAtOnce; ++i) {
             const int index = first + i * team;
             const bool is_there = index < count;
-            const int slot = is_there ? slots[index] : 0;
+            int slot = 0;
+            if (is_there) {
+                slot = places.step == 0 ? slots[index] : places.first + index * places.step;
+            }
             const float2* states = pieces.states(slot) + row;
             const float4* values = pieces.sums(slot, strip, lane_idx) + 128 * column;
 #pragma unroll
@@ -248,8 +141,8 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, const Pieces& p
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int token_in = p.packing.token_of(row + 8 * r), token_idx = token + token_in;
-        const int head = (kv_head * packs + which % packs) * p.packing.heads + row + 8 * r -
-                         token_in * p.packing.heads;
+        const int head =
+            (kv_head * packs + pack) * p.packing.heads + row + 8 * r - token_in * p.packing.heads;
         const bool is_inside =
             head < p.num_heads && token_in < p.packing.tokens && token_idx < sequence.seqlen_q;
         float shift = merged.shift[r], sum = merged.sum[r];
@@ -275,34 +168,67 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, const Pieces& p
     }
 }
 
-// Warps, or teams of several, are numbered through groups of `scan` tiles (32 at most; 1 where a
-// team has several warps), strips of a tile (those that have rows), columns. A lane looks at a
-// tile: where there are many, nearly all are written already. A group is every groups-th: tiles
-// that have pieces are neighbours.
+// A block is of the tile blockIdx.y; warps, or teams of several, are numbered through strips of it
+// and columns.
 template <class C>
 __device__ __forceinline__ void merge_pieces(const Parameters& p, const Pieces& pieces, int blocks,
-                                             int team, int scan, int groups, int strips) {
-    const int columns = pieces.width / 32;
+                                             int team) {
     __shared__ short slots[kMergeWarps][kMergeSlots];
     __shared__ float sums[kMergeWarps][20][32];
+    const int warp_idx = threadIdx.x / 32, columns = pieces.width / 32;
+    const int unit = quotient(blockIdx.x * kMergeWarps + warp_idx, team);
+    const int strip = quotient(unit, columns);
+    merge_strip<C>(p, pieces, blocks, team, blockIdx.y, strip, unit - strip * columns,
+                   slots[warp_idx], sums);
+    if (blockIdx.x + blockIdx.y == 0) {
+        report_lengths(p);
+    }
+}
+
+// The same of few of many tiles: warps are numbered through groups of `scan` tiles (32 at most),
+// strips, columns. A lane looks at a tile: nearly all are written already. A group is every
+// groups-th: tiles that have pieces are neighbours. scan 0: groups of those that `find_left`.
+template <class C>
+__device__ __forceinline__ void merge_left(const Parameters& p, const Pieces& pieces, int blocks,
+                                           int scan, int groups, int strips) {
+    const int columns = pieces.width / 32;
+    __shared__ short slots[kMergeWarps][kMergeSlots];
+    __shared__ int begin[Line::kMost + 1];
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
+    const int unit = blockIdx.x * kMergeWarps + warp_idx;
+    const int column = unit % columns, strip = unit / columns % strips;
+    int index = unit / columns / strips;
+    unsigned left = 0;
+    if (scan == 0) {
+        find_left<C>(p, begin);
+        index = index < groups ? index : begin[Line::kMost];
+    } else {
+        left = __ballot_sync(kAllLanes,
+                             lane_idx < scan && is_left<C>(p, index + lane_idx * groups, blocks));
+    }
+#pragma unroll 1
+    while (scan == 0 ? index < begin[Line::kMost] : left != 0) {
+        const int tile =
+            scan == 0 ? tile_left(p, begin, index) : index + (__ffs(left) - 1) * groups;
+        merge_strip<C>(p, pieces, blocks, 1, tile, strip, column, slots[warp_idx], nullptr);
+        index += scan == 0 ? groups : 0;
+        left &= left - 1;
+    }
+    // NOTE: this launch must not end before the one it merges for.
+    wait_for_launch_before();
     if (blockIdx.x == 0) {
         report_lengths(p);
     }
-    const int unit = (blockIdx.x * kMergeWarps + warp_idx) / team;
-    const int column = unit % columns, strip = unit / columns % strips;
-    const int first = unit / columns / strips;
-    unsigned left = 1;
-    if (scan > 1) {
-        // NOTE: before any return: this launch must not end before the one it merges for.
-        wait_for_launch_before();
-        left = __ballot_sync(kAllLanes,
-                             lane_idx < scan && is_left<C>(p, first + lane_idx * groups, blocks));
-    }
-#pragma unroll 1
-    for (; left != 0; left &= left - 1) {
-        merge_strip<C>(p, pieces, blocks, team, first + (__ffs(left) - 1) * groups, strip, column,
-                       slots[warp_idx], sums);
+}
+
+// kLeft: `merge_left`.
+template <class C, bool kLeft>
+__device__ __forceinline__ void merge(const Parameters& p, const Pieces& pieces, int blocks,
+                                      int team, int scan, int groups, int strips) {
+    if constexpr (kLeft) {
+        merge_left<C>(p, pieces, blocks, scan, groups, strips);
+    } else {
+        merge_pieces<C>(p, pieces, blocks, team);
     }
 }
 

@@ -72,6 +72,11 @@ struct MergeConfig {
     static constexpr bool kHasParts = true;
 };
 
+// Of what is not negative: a third less instructions than a signed one.
+__device__ __forceinline__ int quotient(int value, int by) {
+    return static_cast<int>(static_cast<unsigned>(value) / static_cast<unsigned>(by));
+}
+
 // Split only: how heads and tokens share the rows of a tile, and where pieces of tiles go.
 struct Packing {
     int heads;         // row = token heads + head; divides the group, or there is one kv head
@@ -81,8 +86,9 @@ struct Packing {
     // Blocks of keys of a part, at most (line.cuh); 1: shares. Where it is not positive, lengths on
     // the device decide: parts, if they are no more than -longest steps longer than shares, and no
     // more of them than half of what those have above least_blocks; a step is one, and one more
-    // for each kStep of a share. More than 1, but for kAsTheyCome, is a share where lengths are on
-    // the device, and the sequences are sorted.
+    // for each kStep of a share, or kCoarseStep with Line::kTried steps more than that. More than
+    // 1, but for kAsTheyCome, is a share where lengths are on the device, and the sequences are
+    // sorted.
     int longest;
     float* partials;  // of each block, kSlots pieces
     int* line;        // where each sequence begins in the line, its end, `longest` as found
@@ -91,10 +97,12 @@ struct Packing {
 
     static constexpr int kSlots = 3;
     static constexpr int kAsTheyCome = 1 << 29;
-    static constexpr int kStep = 64;
+    static constexpr int kStep = 64, kCoarseStep = 16;
     __device__ __forceinline__ int token_of(int row) const { return row * reciprocal >> 16; }
     // Tiles of the same tokens.
-    __device__ __forceinline__ int packs(int group) const { return (group + heads - 1) / heads; }
+    __device__ __forceinline__ int packs(int group) const {
+        return quotient(group + heads - 1, heads);
+    }
 };
 
 struct Parameters {

@@ -28,7 +28,6 @@ cuts_tiles: bool | None = None
 has_parts = True
 
 CUBIN = "flash_attention_split_sm90"
-_SLOTS = 3  # Packing::kSlots
 NUM_COUNTERS = 2  # the next unit that is drawn, blocks that are done
 _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has on their way
 _MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
@@ -98,9 +97,9 @@ class Way(NamedTuple):
         return self.shares_us if self.is_cut else self.tiles_us
 
 
-def merge_name(dtype: torch.dtype) -> str:
-    """The second kernel, of all bodies."""
-    return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_merge"
+def merge_name(dtype: torch.dtype, scan: int = 1) -> str:
+    """The second kernel, of all bodies; scan: not 1 where most tiles are written already."""
+    return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_merge" + "_left" * (scan != 1)
 
 
 def bodies_of(problem: Problem) -> list[Body]:
@@ -187,11 +186,14 @@ def best_way(problem: Problem, whole_rows: int = 0) -> Way:
     for body in bodies_of(problem):
         tile = _tile(problem, body)
         if is_packed:
-            tiles = _mean(costs.packed_prompts_us(each, tile, num_sms) for each in sizes)
+            every = (costs.packed_prompts_us(x, tile, whole_rows, num_sms) for x in sizes)
+            tiles = _mean(every)
             ways.append(Way(body, tile, math.inf, tiles))
             continue
         shares = _mean(costs.split_us(each, tile, num_sms) for each in sizes)
-        tiles = _mean(costs.tiles_us(each, tile, num_sms) for each in sizes)
+        tiles = math.inf  # whole prompts': forward_sm90 knows the order
+        if not sizes[0].is_prompt:
+            tiles = _mean(costs.tiles_us(each, tile, num_sms) for each in sizes)
         ways.append(Way(body, tile, shares, tiles))
     return min(ways, key=lambda way: way.us)
 
@@ -205,20 +207,18 @@ def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: 
 
 
 def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: int) -> int:
-    """Packing::longest: parts of tiles, one a block, where they are hardly longer than shares."""
-    sizes = costs.sizes_of(problem)[0]
-    if not (
-        has_parts
-        and costs.has_parts(sizes, tiles, num_blocks, tile.block_n)
-        and problem.softcap == 0
-    ):
+    """Packing::longest: parts of tiles, one a block or a few, where they are hardly longer than
+    shares or read less."""
+    sizes, num_sms = costs.sizes_of(problem)[0], device_of(problem.q.device).num_sms
+    if not has_parts or problem.softcap != 0:
         return _SHARES
     if problem.has_lengths:
-        return -costs.MOST_LONGER
-    seen = -(-problem.seqlens[1] // tile.block_n)
-    longest = max(2, -(-seen // (num_blocks // tiles)))
-    share = costs.share_of(tiles * seen, num_blocks)
-    return longest if longest <= share + costs.longer_of(share) else _SHARES
+        if not costs.has_parts(sizes, tiles, num_blocks, tile.block_n):
+            return _SHARES
+        is_coarse = costs.wants_parts(sizes, tile, num_sms)
+        return -costs.MOST_LONGER - is_coarse * (costs.MOST_LONGER + 1)
+    longest = costs.longest_part(sizes, tile, num_sms)
+    return max(2, longest) if longest > 0 else _SHARES
 
 
 def plan(
@@ -266,6 +266,9 @@ def plan(
     if team == 1:
         scan = _scan(tiles, merge_blocks, num_blocks, num_sms, is_cut)
     scans = -(-tiles // scan)
+    if not is_cut and problem.has_lengths:  # it lists those that it takes
+        most = _MERGES_AN_SM * num_sms * _MERGE_WARPS
+        scan, scans = 0, min(tiles, max(1, most // warps))
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1
     box_rows = block_n if table is None else math.gcd(page_size, block_n)
@@ -283,10 +286,13 @@ def plan(
         page_size, box_rows, int(any(each is not None for each in tables)), problem.sink_type,
         *problem.exponents, *problem.small_scores,
     )  # fmt: skip
-    merger = merge_name(q.dtype)
+    merger = merge_name(q.dtype, scan)
+    merge_grid = -(-scans * warps // _MERGE_WARPS), 1, 1
+    if scan == 1:
+        merge_grid = -(-warps // _MERGE_WARPS), tiles, 1
     merge: Launch | None = Launch(
         common.shipped(CUBIN, merger),
-        (-(-scans * warps // _MERGE_WARPS), 1, 1),
+        merge_grid,
         launch_facts(CUBIN, merger).block, 0,
         (
             *places, *common_numbers, problem.sink_type, num_blocks, team, scan, scans, strips,
@@ -299,7 +305,7 @@ def plan(
         merge = None
     is_mixed = longest == _SORTED and problem.has_lengths and body.mask == "causal"
     has_pieces = is_cut or is_mixed
-    floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if has_pieces else 0
+    floats = num_blocks * costs.SLOTS * block_m * (body.head_dim + 2) if has_pieces else 0
     ints = problem.batch_size + 2 if problem.has_lengths else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import bounds, common, tensor_maps
+from ..core.device import device_of
 from ..core.tensor_maps import Boxes
 
 TABLES = (
@@ -28,6 +29,14 @@ _TANH_TERMS = 0.99999946, -0.33326318, 0.13190297, -0.04440223
 _TANH_SCALES = 1e-4, 1e4  # whose seventh power is a float
 _LAST_TERMS = 1e-36, 1e36  # whose precision fp32 holds
 _NO_SMALL_SCORES = (0.0,) * (1 + len(_TANH_TERMS))
+# Memory is read at: an H200's, and by its peak.
+_BYTES_A_US, _OF_PEAK = 4.2e6, 0.86
+# Of lengths that only the device knows, all are as long as the longest, or all but that one are
+# about this part of it: where caches differ, few are as long.
+_RAGGED, _EVEN = 0.3, 0.9
+# Steps of up to so many queries, and pages, come with lengths in any case; who adds them to a plain
+# cache and more queries has some that are shorter than their room.
+_MOST_DECODED = 16
 
 
 class Options(NamedTuple):
@@ -261,3 +270,70 @@ def _boxes(tensor: torch.Tensor, rows: int) -> Boxes:
         (sizes[0], sizes[2], sizes[1], head_dim), (steps[0], steps[2], steps[1], 1),
         (1, 1, rows, _PANEL_BYTES // tensor.element_size()),
     )  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    """A problem, as plans see it. mean: keys of a sequence; seqlen_k: of the longest. head_dim: the
+    mean of q's and v's. has_lengths: tables say how long each is; is_varlen: of
+    queries too, and seqlen_q is their mean. bytes_a_us: that the GPU reads."""
+
+    batch_size: int
+    num_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    window_left: int
+    window_right: int
+    mean: float
+    head_dim: float
+    has_lengths: bool = False
+    is_varlen: bool = False
+    bytes_a_us: float = _BYTES_A_US
+
+    @property
+    def evenness(self) -> float:
+        """The mean of lengths by the longest; of a window's keys each sequence has all."""
+        return 1.0 if self.window_left >= 0 else self.mean / max(self.seqlen_k, 1)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether lengths differ much."""
+        return self.evenness <= _EVEN
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether most of its keys are its queries' own."""
+        return self.mean < 2 * self.seqlen_q
+
+
+def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
+    """Sizes as the host knows them, of which each may be: sequences as long as the longest, or
+    most of them shorter."""
+    batch_size = problem.batch_size
+    seqlen_q, seqlen_k = problem.seqlens
+    seqlen_k = min(seqlen_k, problem.max_seqlen_k)
+    total_q, total_k = problem.totals
+    if problem.cu_seqlens_q is not None:
+        seqlen_q = min(seqlen_q, -(-total_q // batch_size))
+    num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
+    mean: float = seqlen_k
+    is_known = batch_size == 1 or problem.cache_seqlens is None
+    if problem.cu_seqlens_k is not None and problem.block_table is None:
+        mean, is_known = min(seqlen_k, total_k / batch_size), True
+    sizes = Sizes(
+        batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window, mean,
+        (problem.q.shape[-1] + problem.v.shape[-1]) / 2, problem.has_lengths,
+        problem.cu_seqlens_q is not None, device_of(problem.q.device).peak_bytes_a_us * _OF_PEAK,
+    )  # fmt: skip
+    if is_known:
+        return (sizes,)
+    if problem.block_table is not None:
+        # All pages that there are, if sequences share none.
+        held = problem.k.shape[0] * problem.k.shape[1] / batch_size
+        if held < _EVEN * mean:
+            return (sizes._replace(mean=max(held, min(mean, seqlen_q))),)
+    ragged = max(mean * (_RAGGED + (1 - _RAGGED) / batch_size), min(mean, seqlen_q))
+    differing = sizes._replace(mean=ragged)
+    if problem.block_table is None and problem.cu_seqlens_k is None and seqlen_q > _MOST_DECODED:
+        return (differing,)
+    return sizes, differing

@@ -9,8 +9,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .problem import Problem
+from .problem import Sizes, sizes_of
 
+__all__ = [
+    "COARSE_STEP", "LEAST_BLOCKS", "MOST_LONGER", "SLOTS", "STEP", "PackedTile", "Sizes",
+    "blocks_seen", "has_parts", "key_bytes", "longest_part", "packed_prompts_us", "share_of",
+    "sizes_of", "split_us", "tiles_us", "wants_parts", "whole_prompts_us", "whole_us",
+]  # fmt: skip
+
+SLOTS = 3  # of a block's pieces: Packing::kSlots
 LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
 # Of a multiprocessor: of the kernels in shares, and of whole tiles by the mean of head_dim and v's
 # own.
@@ -20,7 +27,7 @@ _FLOPS_A_US = {  # by width and rows
 }  # fmt: skip
 _WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
 _FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
-_BYTES_A_US = 4.2e6
+_ROWS192_FLOPS_A_US = 5.4e6  # of 96 columns in such tiles
 # Blocks of shares are each at keys of their own, and a row of a kv head may be less than what the
 # L2 fetches: how much slower per part of 128 columns that there are not, and where rows begin
 # within its lines.
@@ -34,63 +41,30 @@ _PIECES_US = 3.1
 _L2_BYTES = 36e6
 # Steps by which a part, of which a block takes one, may be longer than a share, which has the ends
 # of two tiles: Line::kTried - 1, and half of what a share is above that of the least. A step is a
-# block of keys, and another for each STEP of a share.
-MOST_LONGER, STEP = 7, 64
+# block of keys, and another for each STEP of a share; of each COARSE_STEP where shares would read
+# keys again, or pieces of rows.
+MOST_LONGER, STEP, COARSE_STEP = 7, 64, 16
+_MOST_SMS = 132  # whose reads the L2 holds side by side
+_FEW_ROWS = 0.86  # of what memory gives, blocks of 96 columns and 128 rows read
 # Tiles by multiprocessors: with more there is hardly one to cut, and to look for it takes longer
 # than it saves, but of so many blocks of keys.
 _MOST_PARTED, _LONG_BLOCKS = 0.75, 64
-# Of lengths that only the device knows, all are as long as the longest, or all but that one are
-# about this part of it: where caches differ, few are as long.
-_RAGGED, _EVEN = 0.36, 0.9
-# Steps of up to so many queries, and pages, come with lengths in any case; who adds them to a plain
-# cache and more queries has some that are shorter than their room.
-_MOST_DECODED = 16
+# Of the mean tile: the last multiprocessor where there are fewer tiles than those, the long cut.
+_ONE_LATE = 1.25
 _APART = 0.12  # shares of many tiles are so much slower
 # Of the longest part, by rounds of them: the last multiprocessor after their mean; where tiles are
 # few, each that is cut is two parts, and of those some have two.
 _LATE, _FEW_LATE, _FEW_ROUNDS = 0.4, 0.4, 1.6
+_LONGEST = 1.1  # whole tiles of caches that differ, by the longest: whatever others are
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
 # Of prompts: what is left of a tile's beginning and end where whole tiles differ; of the longest
-# what the mean tile sees more than the mean; in turn where they are surely faster; a tile's rows.
-_QUICK, _LONGER, _SURELY, _LEAST_ROWS = 0.6, 0.34, 0.97, 128
+# what the mean tile sees more than the mean; in turn where they are surely faster.
+_QUICK, _LONGER, _SURELY = 0.6, 0.34, 0.97
 _SHORT = 4  # stretches more in the share with the shortest tiles
 # Of prompts that `_sees_few` says: their tokens, without a window; a launch; a tile, and what 128
 # columns of it add, whole and of packed heads in turn; tiles of a sequence that are looked at.
 _FEW_TOKENS, _LOOKED_AT = 1280, 64
 _FEW_START_US, _FEW_TILE_US, _FEW_TURN_US = 6.7, (0.6, 1.5), (0.9, 2.1)
-
-
-class Sizes(NamedTuple):
-    """A problem, as plans see it. mean: keys of a sequence; seqlen_k: of the longest. head_dim: the
-    mean of q's and v's. has_lengths: tables say how long each is; is_varlen: of
-    queries too, and seqlen_q is their mean."""
-
-    batch_size: int
-    num_heads: int
-    num_kv_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    window_left: int
-    window_right: int
-    mean: float
-    head_dim: float
-    has_lengths: bool = False
-    is_varlen: bool = False
-
-    @property
-    def evenness(self) -> float:
-        """The mean of lengths by the longest; of a window's keys each sequence has all."""
-        return 1.0 if self.window_left >= 0 else self.mean / max(self.seqlen_k, 1)
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether lengths differ much."""
-        return self.evenness <= _EVEN
-
-    @property
-    def is_prompt(self) -> bool:
-        """Whether most of its keys are its queries' own."""
-        return self.mean < 2 * self.seqlen_q
 
 
 class PackedTile(NamedTuple):
@@ -140,16 +114,22 @@ def share_of(units: int, num_blocks: int) -> int:
     return max(LEAST_BLOCKS, -(-units // num_blocks))
 
 
-def longer_of(share: int) -> int:
+def longer_of(share: int, is_coarse: bool = False) -> int:
     """Blocks of keys that a part may have more than a share, as the kernel finds them."""
     steps = min(MOST_LONGER, max(0, share - LEAST_BLOCKS) // 2)
-    return steps * (1 + share // STEP)
+    return steps * (1 + share // (COARSE_STEP if is_coarse else STEP))
 
 
-def has_parts(sizes: Sizes, tiles: int, num_blocks: int, block_n: int) -> bool:
-    """Whether tiles may be cut into parts, one a block."""
+def has_parts(
+    sizes: Sizes, tiles: int, num_blocks: int, block_n: int, rounds: int = 1
+) -> bool:  # fmt: skip
+    """Whether tiles may be cut into parts, so many a block."""
     is_long = sizes.seqlen_k > _LONG_BLOCKS * block_n
-    return sizes.window_left < 0 and tiles <= num_blocks * (1.0 if is_long else _MOST_PARTED)
+    if sizes.window_left >= 0:
+        return False
+    if rounds > 1:  # of lengths that the host knows
+        return is_long and not sizes.has_lengths and 2 * tiles <= rounds * num_blocks
+    return tiles <= num_blocks * (1.0 if is_long else _MOST_PARTED)
 
 
 def key_bytes(sizes: Sizes) -> float:
@@ -165,6 +145,11 @@ def _all_bytes(sizes: Sizes) -> float:
     return key_bytes(sizes) + queries
 
 
+def _both(products_us: float, bytes_us: float) -> float:
+    """Of what runs side by side: longer than either where they are about as long."""
+    return (products_us**4 + bytes_us**4) ** 0.25
+
+
 def _tile_us(width: int) -> float:
     return _TILE_US + _COLUMNS_US * width / 128
 
@@ -178,6 +163,8 @@ def _rounds_us(
     rounds, seen = tiles / num_sms, blocks_seen(sizes, tokens, block_n)
     one = seen * unit_us + tile_us
     if rounds <= 1:
+        if is_cut and sizes.is_ragged and sizes.has_lengths:
+            return min(1.0, _ONE_LATE * sizes.evenness) * seen * unit_us + 2 * tile_us
         return one
     less = 0.0
     if sizes.window_left < 0 <= sizes.window_right:  # half see fewer keys
@@ -194,12 +181,15 @@ def _rounds_us(
         longest = min(seen, rounds * mean)
         late = _LATE / rounds + _FEW_LATE * max(0.0, _FEW_ROUNDS - rounds)
         return (rounds * mean + late * longest) * unit_us + rounds * tile_us
+    one *= _LONGEST * math.ceil(rounds / sizes.batch_size)
     return max(one, rounds * (mean * unit_us + tile_us))
 
 
 def _whole_unit_us(sizes: Sizes, width: int, block_m: int, block_n: int) -> float:
     has_mask = max(sizes.window_left, sizes.window_right) >= 0
     flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
+    if (width, block_m) == (96, 192):
+        flops = _ROWS192_FLOPS_A_US
     return 4 * block_m * block_n * width / flops
 
 
@@ -210,7 +200,7 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     work = _rounds_us(
         sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
-    return _START_US + max(work, _all_bytes(sizes) / _BYTES_A_US)
+    return _START_US + _both(work, _all_bytes(sizes) / sizes.bytes_a_us)
 
 
 def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
@@ -220,10 +210,7 @@ def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
 
 
 def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
-    """Whole tiles of packed heads in turn: those that run at a time read the same keys. Of whole
-    prompts they are forward_sm90's, which knows the order."""
-    if sizes.is_prompt:
-        return math.inf
+    """Whole tiles of packed heads in turn: those that run at a time read the same keys."""
     tiles, tokens = _tiles(sizes, tile)
     tile_us = _tile_us(tile.width)
     work = _rounds_us(
@@ -232,7 +219,7 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     pieces = 0.0
     if sizes.is_ragged:  # of those that are longer than a multiprocessor's mean
         pieces = min(1.0, num_sms / tiles / sizes.evenness)
-    work = max(work, _all_bytes(sizes) / _BYTES_A_US)
+    work = _both(work, _all_bytes(sizes) / _rate(sizes, tile))
     return _begin_us(sizes) + work + pieces * tile.pieces_us
 
 
@@ -248,13 +235,15 @@ def whole_prompts_us(
     return _START_US + _prompts_us(sizes, tiles, unit_us, tile_us, block_n, num_sms)
 
 
-def packed_prompts_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
-    """The same in turn, of packed heads or more rows; infinite where they would be forward_sm90's
-    tiles, or it knows a better order."""
+def packed_prompts_us(
+    sizes: Sizes, tile: PackedTile, whole_rows: int, num_sms: int
+) -> float:  # fmt: skip
+    """The same in turn, of packed heads or more rows than whole_rows, which forward_sm90's tiles
+    have; infinite where they would be those, or it knows a better order."""
     group = sizes.num_heads // sizes.num_kv_heads
     is_full = sizes.window_left < 0 and sizes.window_right < 0
     has_more = (sizes.has_lengths and group > 1) or (
-        tile.width > 64 and tile.block_m > _LEAST_ROWS and (is_full or sizes.has_lengths)
+        tile.width > 64 and tile.block_m > whole_rows and (is_full or sizes.has_lengths)
     )
     if not _sees_few(sizes) and (sizes.window_left >= 0 or not has_more):
         return math.inf
@@ -319,80 +308,93 @@ def _begin_us(sizes: Sizes) -> float:
     return _START_US + sizes.has_lengths * _LENGTHS_US
 
 
-def _read_bytes(
-    sizes: Sizes, tile: PackedTile, tiles: int, seen: float, tiles_a_share: float
-) -> float:
-    """Keys and values where each block walks through tile after tile: blocks of a kv head are at
-    different keys, of which the L2 holds some part."""
-    num_heads = sizes.batch_size * sizes.num_kv_heads
-    blocks_a_head = tiles / num_heads / tiles_a_share
+def _again(sizes: Sizes, tile: PackedTile, tiles: int, seen: float, share: int) -> float:
+    """Bytes of keys and values that shares read again: where blocks of a kv head are apart by more
+    than the L2 holds."""
+    num_heads, every = sizes.batch_size * sizes.num_kv_heads, key_bytes(sizes)
+    tiles_a_head, tiles_a_share = tiles / num_heads, share / seen
+    near = _L2_BYTES / (_MOST_SMS * tile.block_n * 4 * sizes.head_dim)
+    if every <= _L2_BYTES:
+        return 0.0
+    if share < seen:  # line.cuh: chunks of a share are side by side, but the rest
+        rest = (seen - 1) % share + 1
+        chunk = rest if 2 * rest >= share else (share + rest) / 2
+        moved = chunk / seen if 2 * rest >= share else 2 * chunk / seen
+        apart = min(share % chunk, -share % chunk)
+        return moved * _missed(apart / near) * (tiles_a_head - 1) * every
+    blocks_a_head = tiles_a_head / tiles_a_share
     at_a_time = min(1.0, tiles / tiles_a_share / max(1.0, blocks_a_head) / num_heads)
-    held = min(1.0, _L2_BYTES / (at_a_time * key_bytes(sizes)))
+    held = min(1.0, _L2_BYTES / (at_a_time * every))
     missed = (1 - held) ** max(0.0, blocks_a_head - 1) if held < 1 else 0.0
-    return missed * tiles * seen * tile.block_n * 4 * sizes.head_dim
+    apart = seen if sizes.is_ragged else min(share % seen, -share % seen)
+    return max(0.0, missed * tiles_a_head - 1) * _missed(apart / near) * every
+
+
+def _missed(apart: float) -> float:
+    """The part that the L2 holds no more, by how much is read in between."""
+    return min(1.0, max(0.0, apart - 1))
 
 
 def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
-    """Equal shares and their merge."""
+    """Equal shares or parts, whichever the kernel takes, and their merge."""
+    return _cut(sizes, tile, num_sms)[0]
+
+
+def longest_part(sizes: Sizes, tile: PackedTile, num_sms: int) -> int:
+    """Blocks of keys of a part, where it is known without the device; 0: shares."""
+    return _cut(sizes, tile, num_sms)[1]
+
+
+def wants_parts(sizes: Sizes, tile: PackedTile, num_sms: int) -> bool:
+    """Whether parts may be coarse steps longer than shares, which the device decides."""
+    return _cut(sizes._replace(has_lengths=False), tile, num_sms)[1] > 0
+
+
+def _cut(sizes: Sizes, tile: PackedTile, num_sms: int) -> tuple[float, int]:
+    """(about how long it takes, blocks of keys of a part or 0)."""
     tiles, tokens = _tiles(sizes, tile)
-    seen_mean = max(1.0, blocks_seen(sizes, tokens, tile.block_n) * sizes.evenness)
+    seen = blocks_seen(sizes, tokens, tile.block_n)
+    seen_mean = max(1.0, seen * sizes.evenness)
     share = max(LEAST_BLOCKS, math.ceil(tiles * seen_mean / num_sms))
     tiles_a_share = share / seen_mean
     stretches = min(share, 2 + tiles_a_share * (1 + _SHORT * (1 - sizes.evenness)))
     stretch_us = _STRETCH * _tile_us(tile.width)
-    num_bytes = _all_bytes(sizes)
-    if tiles_a_share > 1 and sizes.window_left < 0:
-        again = _read_bytes(sizes, tile, tiles, seen_mean, tiles_a_share) - key_bytes(sizes)
-        num_bytes += max(0.0, again)
-    rate = _BYTES_A_US * (1 - _NARROW * max(0.0, 1 - sizes.head_dim / 128))
-    rate *= _ASKEW if sizes.head_dim % 64 else 1.0
-    work = max(share * tile.unit_us + stretches * stretch_us, num_bytes / rate + 2 * stretch_us)
-    work *= 1 + _APART * min(1.0, max(0.0, tiles / num_sms - 1))
+    rate, num_bytes = _rate(sizes, tile), _all_bytes(sizes)
     blocks = min(num_sms, tiles * seen_mean / share)
     pieces = min(blocks + tiles, 2 * blocks) / num_sms
-    longest = _longest_part(sizes, tiles, share, seen_mean, num_sms)
-    if has_parts(sizes, tiles, num_sms, tile.block_n) and longest <= share + longer_of(share):
-        work = max(longest * tile.unit_us + 2 * stretch_us, num_bytes / rate + 2 * stretch_us)
-        pieces = min(1.0, pieces)
-    return _begin_us(sizes) + work + pieces * tile.pieces_us
+    found = math.inf, 0
+    for rounds in range(1, SLOTS + 1):
+        longest = _longest_part(sizes, tiles, share, seen_mean, num_sms, rounds)
+        most = share + longer_of(share, is_coarse=True)
+        if not has_parts(sizes, tiles, num_sms, tile.block_n, rounds) or rounds * longest > most:
+            continue
+        work = rounds * (longest * tile.unit_us + 2 * stretch_us)
+        work = _both(work, num_bytes / rate + 2 * stretch_us)
+        cut = rounds if rounds > 1 else min(1.0, pieces)
+        found = min(found, (work + cut * tile.pieces_us, math.ceil(longest)))
+        if rounds == 1 and longest <= share + longer_of(share):
+            return _begin_us(sizes) + found[0], found[1]
+    if sizes.window_left < 0:
+        num_bytes += _again(sizes, tile, tiles, seen_mean, share)
+    rate *= 1 - _NARROW * max(0.0, 1 - sizes.head_dim / 128)
+    rate *= _ASKEW if sizes.head_dim % 64 else 1.0
+    work = share * tile.unit_us + stretches * stretch_us
+    work = _both(work, num_bytes / rate + 2 * stretch_us)
+    work *= 1 + _APART * min(1.0, max(0.0, tiles / num_sms - 1))
+    us, longest = min(found, (work + pieces * tile.pieces_us, 0))
+    return _begin_us(sizes) + us, longest
 
 
-def _longest_part(sizes: Sizes, tiles: int, share: int, seen_mean: float, num_sms: int) -> float:
-    """Blocks of keys of a part, where there is one a block: about, where lengths differ."""
+def _rate(sizes: Sizes, tile: PackedTile) -> float:
+    """Bytes of keys and values a microsecond, where blocks read the same tokens at a time."""
+    return sizes.bytes_a_us * (_FEW_ROWS if (tile.width, tile.block_m) == (96, 128) else 1.0)
+
+
+def _longest_part(
+    sizes: Sizes, tiles: int, share: int, seen_mean: float, num_sms: int, rounds: int
+) -> float:  # fmt: skip
+    """Blocks of keys of a part, where there are `rounds` a block: about, where lengths differ."""
     if not sizes.is_ragged:
-        return math.ceil(seen_mean / max(1, num_sms // tiles))
+        return math.ceil(seen_mean / max(1, rounds * num_sms // tiles))
     # Each tile's last part is about half of one.
     return share * num_sms / max(1.0, num_sms - tiles / 2)
-
-
-def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
-    """Sizes as the host knows them, of which each may be: sequences as long as the longest, or
-    most of them shorter."""
-    batch_size = problem.batch_size
-    seqlen_q, seqlen_k = problem.seqlens
-    seqlen_k = min(seqlen_k, problem.max_seqlen_k)
-    total_q, total_k = problem.totals
-    if problem.cu_seqlens_q is not None:
-        seqlen_q = min(seqlen_q, -(-total_q // batch_size))
-    num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
-    mean: float = seqlen_k
-    is_known = batch_size == 1 or problem.cache_seqlens is None
-    if problem.cu_seqlens_k is not None and problem.block_table is None:
-        mean, is_known = min(seqlen_k, total_k / batch_size), True
-    sizes = Sizes(
-        batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window, mean,
-        (problem.q.shape[-1] + problem.v.shape[-1]) / 2, problem.has_lengths,
-        problem.cu_seqlens_q is not None,
-    )  # fmt: skip
-    if is_known:
-        return (sizes,)
-    if problem.block_table is not None:
-        # All pages that there are, if sequences share none.
-        held = problem.k.shape[0] * problem.k.shape[1] / batch_size
-        if held < _EVEN * mean:
-            return (sizes._replace(mean=max(held, min(mean, seqlen_q))),)
-    ragged = max(mean * (_RAGGED + (1 - _RAGGED) / batch_size), min(mean, seqlen_q))
-    differing = sizes._replace(mean=ragged)
-    if problem.block_table is None and problem.cu_seqlens_k is None and seqlen_q > _MOST_DECODED:
-        return (differing,)
-    return sizes, differing

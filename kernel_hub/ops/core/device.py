@@ -79,6 +79,7 @@ class PlannedGpu(NamedTuple):
     name: str = ""  # as the driver says it; '' is no real GPU
     shared_bytes: int = 227 << 10  # a block may have
     sm_shared_bytes: int = 228 << 10  # all blocks of a multiprocessor
+    peak_bytes_a_us: float = 4.9e6  # of its memory: an H200's
 
     @property
     def gpu(self) -> Gpu:
@@ -132,7 +133,14 @@ def device_of(device: torch.device) -> PlannedGpu:
         found.name,
         getattr(found, "shared_memory_per_block_optin", EMULATED.shared_bytes),
         getattr(found, "shared_memory_per_multiprocessor", EMULATED.sm_shared_bytes),
+        _peak_bytes_a_us(found),
     )
+
+
+def _peak_bytes_a_us(found: Any) -> float:
+    """Two bits a wire and clock, which is in kHz; an H200's where torch does not say."""
+    clock, bits = (getattr(found, x, 0) for x in ("memory_clock_rate", "memory_bus_width"))
+    return 2 * clock * bits / 8 / 1e3 or EMULATED.peak_bytes_a_us
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ MAX_CUBIN_BYTES, MAX_HOPPER_BYTES = 15.5 * KIB * KIB, 3.35 * KIB * KIB
 MAX_SPLIT_BYTES = 2.4 * KIB * KIB
 CUBINS = ("flash_attention", "flash_attention_backward", "decode_attention")
 HOPPER = "flash_attention_sm90"
-SPLIT_LOCAL_BYTES = 16  # in the warps that load
+SPLIT_LOCAL_BYTES = 8  # in the warps that load
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
 DTYPES = (torch.float16, torch.bfloat16)
@@ -216,9 +216,13 @@ def test_the_split_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch)
     for dtype, head_dim, length in itertools.product(DTYPES, HEAD_DIMS, (8, 4000)):
         q = torch.zeros(1, length, 2, head_dim, dtype=dtype)
         for window in ((-1, -1), (-1, 0), (2, -1), (100, 100)):
-            main = SM90.plan(Problem(q, q, q, 1, length, length, 1.0, *window), q, None)
-            for each in filter(None, (main, main.maps.merge)):
-                each.function(each.grid, each.block, each.shared_bytes)
+            problem = Problem(q, q, q, 1, length, length, 1.0, *window)
+            lengths = torch.zeros(1, dtype=torch.int32)
+            for is_cut, each in ((True, problem), (False, problem._replace(cache_seqlens=lengths))):
+                monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
+                main = SM90.plan(each, q, None)
+                for one in filter(None, (main, main.maps.merge)):
+                    one.function(one.grid, one.block, one.shared_bytes)
     assert {launch.function for launch in recorder.launches} == set(entries)
     for launch in recorder.launches:
         entry = entry_of("sm90", launch)

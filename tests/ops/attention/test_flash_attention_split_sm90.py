@@ -164,7 +164,7 @@ def test_merges_that_look_at_many_tiles(
     )  # fmt: skip
     with hopper_attention(monkeypatch, 5):
         run(case, "cpu")
-    assert min(scans) >= 8 and pieces
+    assert (min(scans) >= 8 if is_cut else scans == [0] * len(scans)) and pieces
 
 
 def test_many_tiles_that_share_keys_are_whole() -> None:
@@ -265,8 +265,12 @@ def test_prefill_keeps_its_kernels(case: tuple[int, ...]) -> None:
 
 
 def test_whole_prompts_are_not_walked_in_turn() -> None:
-    prompt = COSTS.Sizes(5, 8, 8, 4544, 4544, -1, -1, 4544, 64)
-    assert COSTS.tiles_us(prompt, COSTS.PackedTile(64, 128, 128), H200_SMS) == math.inf
+    q = torch.empty(5, 4544, 8, 64, dtype=torch.bfloat16)
+    problem = Problem(q, q, q, 5, 4544, 4544, 0.1, -1, -1)
+    assert SPLIT.best_way(problem).tiles_us == math.inf
+    longer = torch.empty(5, 9088, 8, 64, dtype=torch.bfloat16)
+    chunk = problem._replace(k=longer, v=longer, max_seqlen_k=9088)
+    assert SPLIT.best_way(chunk).tiles_us < math.inf
 
 
 def test_lengths_on_the_device_may_differ() -> None:
@@ -280,12 +284,12 @@ def test_lengths_on_the_device_may_differ() -> None:
     assert len(COSTS.sizes_of(step._replace(cache_seqlens=lengths))) == 2
     alike, (ragged,) = same, COSTS.sizes_of(problem._replace(cache_seqlens=lengths))
     assert ragged.has_lengths and 0.4 < ragged.evenness < 0.6
-    tile = COSTS.PackedTile(128, 128, 128)
+    tile = COSTS.PackedTile(96, 128, 128)
     gains = [
         COSTS.split_us(each, tile, H200_SMS) / COSTS.whole_us(each, 96, 128, 128, H200_SMS)
         for each in (alike, ragged)
     ]
-    assert gains[1] < 1 and gains[0] > 1.2
+    assert gains[1] < 1 < gains[0]
     packed = torch.tensor([0, 2432], dtype=torch.int32)
     varlen = problem._replace(k=k[0], v=k[0], cu_seqlens_k=packed)
     assert [each.mean for each in COSTS.sizes_of(varlen)] == [2432 / 6]
