@@ -14,9 +14,9 @@
 //      wrong, or too many are too close: histograms of masses, each of one bin of the one before.
 // Variants: none; dtype, alignment, what changes logits and the blocks of a cluster are asked as
 // they are met.
-// Shared memory: 67 KB, notes, candidates and bins.
+// Shared memory: 130 KB: what is under way to be weighed, notes, candidates and bins.
 // Source: as sample.cu.
-// kernel_hub: allow-local-memory: 88 bytes of a search, between passes; other rows have none
+// kernel_hub: allow-local-memory: 128 bytes of a search, between passes; other rows have none
 
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
@@ -39,14 +39,13 @@ __device__ __forceinline__ int find_index(const Fours& fours, const Seen& seen, 
 }
 
 // A pass for each of the most probable.
-__device__ __noinline__ void rank_in_turn(float largest, float from) {
+__device__ __noinline__ void rank_in_turn(float from) {
     TeamShared& shared = team_shared();
     const SampleParams& p = shared.p;
     Row row(p);
     row.has_mask = shared.has_mask;
     Fours{row};  // which knows whether it is plain
-    write_top_in_turn(row, weigher_of(largest, p.temperature ? p.temperature[p.row_idx] : 1.0f),
-                      from, shared.s.above, shared.s);
+    write_top_in_turn(row, shared.weigher(), from, shared.s.above, shared.s);
 }
 
 // The row's random number, by a warp under what others do.
@@ -99,11 +98,9 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
     TeamShared& shared = team.shared;
     Shared& s = shared.s;
     const SampleParams& p = shared.p;
-    const int row_idx = p.row_idx;
     Row row(p);
     const Fours fours(row);
-    const Weigher weigher =
-        weigher_of(shared.largest, p.temperature ? p.temperature[row_idx] : 1.0f);
+    const Weigher weigher = shared.weigher();
     const bool has_k = shared.top_k > 0 && shared.top_k < p.size, has_p = shared.top_p < 1.0f;
     float from = shared.floor;
     enum Step { kStarting, kSearching, kWeighing, kRanking };
@@ -207,11 +204,11 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
         }
         if (next == kRanking) {
             if (team.rank == 0) {
-                rank_in_turn(shared.largest, from);
+                rank_in_turn(from);
             }
             return;
         }
-        draw_in_row(p, weigher, from, s.above, shared.bits, team);
+        draw_in_row(fours, weigher, from, s.above, shared.bits, team);
         const int num = wanted_top(p);
         if (num == 0) {
             if (team.rank == 0) {
@@ -252,10 +249,16 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
         shared.top_p = top_p;
         shared.top_k = top_k;
         shared.num_listed = 0;
-        s.range = -weigher_of(0.0f, temperature).lowest;
+        const Weigher any = weigher_of(0.0f, temperature);
+        shared.scale = any.scale;
+        shared.lowest = any.lowest;
+        s.range = -any.lowest;
     }
     if (has_bins) {
         empty_bins(shared.own_bins, false);
+        if (threadIdx.x == 0) {
+            shared.own_bins.low[0] = 0;  // counts what is in no bin
+        }
     }
     __syncthreads();
     if (has_bins) {
@@ -339,9 +342,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
         }
         is_second = true;  // now that the bound of all blocks is known
     }
-    // Read anew: registers do not hold it through the passes.
-    const Weigher weigher = weigher_of(largest, p.temperature ? p.temperature[row_idx] : 1.0f);
-
+    const Weigher weigher = {fminf(largest, FLT_MAX), shared.scale, shared.lowest};
     const float from = floor_of(weigher, p.min_p ? p.min_p[row_idx] : 0.0f);
     const int num_top = has_bound ? 0 : wanted_top(p);
     const float top_bound = num_top > 0 ? loose_bound(seen.of_thread, num_top) : -kInfinity;

@@ -6,7 +6,8 @@
 namespace kernel_hub::sampling::sm90 {
 
 constexpr int kFour = 4;
-// Of SampleParams::is_plain here: what is of whole, aligned fours in every row.
+// Of SampleParams::is_plain here: what is of whole, aligned fours in every row; of logits, in rows
+// of which what a lane weighs of a piece is a WholeSum: of 2^23 at most.
 constexpr int kAlignedLogits = 1, kAlignedChanges = 2;
 
 // What changes a four; words of masks shifted to its first.

@@ -1,6 +1,8 @@
 // Passes of a cluster over its row, and what they find out.
 #pragma once
 
+#include <stddef.h>
+
 #include "sampling/search.cuh"
 #include "sampling/sm90/chosen.cuh"
 #include "sampling/sm90/fours.cuh"
@@ -70,11 +72,17 @@ struct Look {
             seen.found = index;
         }
         if (counts && most > bottom) {
+            // NOTE: without a branch for each: what is not above it goes where masses would be.
+            static_assert(offsetof(Bins, low) == kNumBins * sizeof(uint32_t));
+            uint32_t* bins = shared.own_bins.counts;
+            uint32_t places[kFour];
 #pragma unroll
             for (int j = 0; j < kFour; ++j) {
-                if (z[j] > bottom) {
-                    atomicAdd(&shared.own_bins.counts[ruler.bin_of_value(z[j])], 1u);
-                }
+                places[j] = z[j] > bottom ? ruler.bin_of_value(z[j]) : kNumBins;
+            }
+#pragma unroll
+            for (int j = 0; j < kFour; ++j) {
+                atomicAdd(bins + places[j], 1u);
             }
         }
         if (!counts && most > bound) {
@@ -222,8 +230,9 @@ __device__ __forceinline__ void keep_above(Chosen& chosen, float from, int size,
 
 // Draws from all that is above `from`, in the order of indices; by the block that has it.
 // shared.pieces: as scan leaves them.
-__device__ __forceinline__ void draw_in_row(const SampleParams& p, const Weigher& weigher,
-                                            float from, uint64_t total, uint64_t bits, Team& team) {
+__device__ __forceinline__ void draw_in_row(const Fours& fours, const Weigher& weigher, float from,
+                                            uint64_t total, uint64_t bits, Team& team) {
+    const SampleParams& p = fours.p;
     Shared& s = team.shared.s;
     const int lane_idx = threadIdx.x % 32, size = p.size;
     uint64_t drawn = below(total, bits);
@@ -256,8 +265,13 @@ __device__ __forceinline__ void draw_in_row(const SampleParams& p, const Weigher
 #pragma unroll 1
     for (int at = begin; at < end; at += kNumThreads * kFour) {
         const int own = at + static_cast<int>(threadIdx.x) * kFour;
-        const float4 four = read_any(own, end);
-        const float z[kFour] = {four.x, four.y, four.z, four.w};
+        float z[kFour] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
+        if (!fours.is_ahead) {
+            const float4 four = read_any(own, end);
+            z[0] = four.x, z[1] = four.y, z[2] = four.z, z[3] = four.w;
+        } else if (own < end) {
+            fours.unpack(fours.load_aligned(own), z);
+        }
         uint64_t mass = 0;
 #pragma unroll
         for (int i = 0; i < kFour; ++i) {

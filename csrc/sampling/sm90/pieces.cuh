@@ -1,6 +1,7 @@
 // The pass that weighs a row, in pieces of it.
 #pragma once
 
+#include "kernel_hub/copy_8.cuh"
 #include "sampling/sm90/fours.cuh"
 #include "sampling/sm90/powers.cuh"
 #include "sampling/sm90/team.cuh"
@@ -16,9 +17,9 @@ struct Pieces {
 
     __device__ __forceinline__ int of_a_warp() const { return kMaxTeam / team_size; }
 
-    // Whole lines.
+    // What a warp weighs at once, or as often.
+    static constexpr int kTogether = TeamShared::kTurns * 32 * kFour;
     static __device__ __forceinline__ int elements(int row_size) {
-        constexpr int kTogether = 64;
         constexpr int kNum = kPieces * kTogether;
         return (row_size + kNum - 1) / kNum * kTogether;
     }
@@ -114,81 +115,110 @@ struct Asked {
     }
 };
 
-// Rows that are plain and have a finite largest, by whole warps: kTurns fours of each lane under
-// way all the time, the L2 a piece ahead. What is above the floor is all that weighs anything, or
-// all that is above the window. Fours that may have something of the window are listed.
+// Rows that are plain and have a finite largest, by whole warps, a step of fours of each lane after
+// another: the next ones are under way to shared memory, where a lane reads what it has asked for.
+// What is above the floor is all that weighs anything, or all that is above the window. Fours that
+// may have something of the window are listed.
 template <bool kIsFp32>
 __device__ __forceinline__ void weigh_plain(const PlainRow& row, const Weigher& weigher,
                                             const Pieces& pieces) {
-    constexpr int kTurns = 4, kTurn = 32 * kFour, kLine = 128 / (kIsFp32 ? 4 : 2);
+    constexpr int kTurn = 32 * kFour, kTurns = TeamShared::kTurns, kNum = kTurns * kFour;
+    constexpr int kBytes = kIsFp32 ? 4 : 2;
+    TeamShared& shared = pieces.shared;
+    const Asked asked(shared.s.question);
+    const float from = asked.question.from;
+    const int lane = threadIdx.x % 32 * kFour, piece_size = pieces.elements(row.size);
     const uint32_t none = kIsFp32 ? 0xff800000u : row.dtype == kFp16 ? 0xfc00fc00u : 0xff80ff80u;
-    Asked asked(pieces.shared.s.question);
-    const int lane_idx = threadIdx.x % 32, lane = lane_idx * kFour;
-    uint64_t total = 0, above = 0, all_above = 0;
-    uint4 ahead[kTurns];
-    int next_piece = pieces.of_a_warp(), next_at = 0, next_end = 0;
-    const auto begin_next = [&] {
-        --next_piece;
-        next_at = next_end = 0;
-        if (next_piece >= 0) {
-            next_at = pieces.begin(next_piece) + lane;
-            next_end = pieces.end(next_piece);
-        }
-        if (next_piece > 0) {
-            const int end = pieces.end(next_piece - 1);
-#pragma unroll 1
-            for (int i = pieces.begin(next_piece - 1) + lane_idx * kLine; i < end;
-                 i += 32 * kLine) {
-                prefetch_l2(row.logits + static_cast<int64_t>(i) * (kIsFp32 ? 4 : 2));
-            }
+    // A slot has kTurns fours of each thread, each kNumThreads before the next.
+    constexpr uint32_t kSlot = kTurns * kNumThreads * 16, kSlots = TeamShared::kSlots * kSlot;
+    const uint32_t slots = shared_address(shared.under_way) + threadIdx.x * 16;
+    const int of_all = pieces.team_size * kNumWarps * piece_size;  // a piece of each warp
+    int piece_begin = pieces.rank * kNumWarps + static_cast<int>(threadIdx.x) / 32;
+    piece_begin = piece_begin * piece_size + (pieces.of_a_warp() - 1) * of_all;
+    int next_begin = piece_begin, next_step = 0;
+    uint32_t next_slot = 0;
+    const auto copy = [&](uint32_t to, const char* from) {
+        if constexpr (kIsFp32) {
+            cp_async_16(to, from, true);
+        } else {
+            cp_async_8(to, from);
         }
     };
-    const auto load_next = [&](int i) {
-        ahead[i] = make_uint4(none, none, none, none);
-        if (next_at + i * kTurn < next_end) {
-            ahead[i] = row.load<kIsFp32>(next_at + i * kTurn);
-        }
-    };
-    begin_next();
+    const auto fetch = [&] {
+        if (next_begin >= 0) {
+            const int first = next_begin + next_step, left = row.size - first;
+            const char* from = row.logits + static_cast<int64_t>(first + lane) * kBytes;
+            const uint32_t to = slots + next_slot;
+            if (left >= kNum * 32) {
 #pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-        load_next(i);
-    }
-#pragma unroll 1
-    for (int piece = next_piece; piece >= 0;) {
-        const int at = next_at;
-        next_at += kTurns * kTurn;
-        const bool is_last = next_at - lane >= next_end;
-        if (is_last) {
-            begin_next();
-        }
-#pragma unroll
-        for (int i = 0; i < kTurns; ++i) {
-            float z[kFour];
-            row.unpack<kIsFp32>(ahead[i], z);
-            load_next(i);
-            uint64_t masses[kFour] = {};
-            if (asked.question.weighs) {
-                weigh_four(weigher, z, masses);
-                total += (masses[0] + masses[1]) + (masses[2] + masses[3]);
-            }
-            // Few fours have something above the window's lower end, where few values are kept.
-            const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
-            if (most > asked.question.from) {
-#pragma unroll
-                for (int j = 0; j < kFour; ++j) {
-                    above += z[j] > asked.question.from ? masses[j] : 0;
+                for (int i = 0; i < kTurns; ++i) {
+                    copy(to + i * kNumThreads * 16, from + i * kTurn * kBytes);
                 }
-                if (asked.may_have(z)) {
-                    pieces.shared.list(at + i * kTurn, z);
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < kTurns; ++i) {
+                    if (lane + i * kTurn < left) {
+                        copy(to + i * kNumThreads * 16, from + i * kTurn * kBytes);
+                    } else {
+                        shared.under_way[next_slot / 16 + i * kNumThreads + threadIdx.x] =
+                            make_uint4(none, none, none, none);
+                    }
+                }
+            }
+            next_step += kNum * 32;
+            if (next_step >= piece_size) {
+                next_step = 0;
+                next_begin -= of_all;
+            }
+            next_slot = (next_slot + kSlot) % kSlots;
+        }
+        cp_async_commit();
+    };
+#pragma unroll 1
+    for (int i = 1; i < TeamShared::kSlots; ++i) {
+        fetch();
+    }
+    uint64_t total = 0, all_above = 0;
+    uint32_t slot = 0;
+#pragma unroll 1
+    for (int piece = pieces.of_a_warp() - 1; piece >= 0; --piece, piece_begin -= of_all) {
+        WholeSum totals[2], aboves[2];
+#pragma unroll 1
+        for (int step = 0; step < piece_size; step += kNum * 32) {
+            cp_async_wait<TeamShared::kSlots - 2>();
+            const int at = piece_begin + step + lane;
+            float z[kNum], y[kNum];
+#pragma unroll
+            for (int i = 0; i < kTurns; ++i) {
+                const uint4 bits = shared.under_way[slot / 16 + i * kNumThreads + threadIdx.x];
+                row.unpack<kIsFp32>(bits, *reinterpret_cast<float (*)[kFour]>(z + i * kFour));
+            }
+            slot = (slot + kSlot) % kSlots;
+            fetch();
+            weigh_each(weigher, z, y);
+            float nearest = fabsf(z[0] - asked.middle);
+#pragma unroll
+            for (int j = 0; j < kNum; ++j) {
+                const double mass = y[j];
+                totals[j % 2].add(mass);
+                if (z[j] > from) {
+                    aboves[j % 2].add(mass);
+                }
+                nearest = fminf(nearest, fabsf(z[j] - asked.middle));
+            }
+            if (nearest <= asked.half) {
+#pragma unroll
+                for (int i = 0; i < kTurns; ++i) {
+                    const float four[] = {z[4 * i], z[4 * i + 1], z[4 * i + 2], z[4 * i + 3]};
+                    if (asked.may_have(four)) {
+                        shared.list(at + i * kTurn, four);
+                    }
                 }
             }
             __syncwarp();
         }
-        if (is_last) {
-            all_above += pieces.close(piece--, above);
-            above = 0;
-        }
+        total += totals[0].value() + totals[1].value();
+        all_above += pieces.close(piece, aboves[0].value() + aboves[1].value());
     }
     // Of all lanes together; one gives it.
     const bool is_one = asked.question.floor == asked.question.from;

@@ -23,6 +23,9 @@ struct alignas(16) Note {
 static_assert(sizeof(Note) % 16 == 0, "notes are read by vectors");
 
 struct TeamShared {
+    // Fours of a thread that are weighed side by side, and as many under way in other slots.
+    static constexpr int kTurns = 2, kSlots = 4;
+    alignas(16) uint4 under_way[kSlots * kTurns * kNumThreads];
     Note mine;
     Note notes[kMaxTeam];
     alignas(16) uint2 own[kNumCandidates];  // values and indices, of this block's share
@@ -38,6 +41,7 @@ struct TeamShared {
     uint64_t bits;  // random
     // Of the row, from the first pass on: what registers would hold for long.
     float largest, floor, top_p, bound, top_bound;
+    float scale, lowest;  // of the Weigher
     int top_k;
     SampleParams p;
     bool has_mask;  // that is heeded
@@ -48,6 +52,10 @@ struct TeamShared {
     // Words of what candidates that are not kept weighed there, and all of them.
     uint32_t dropped_low[kPieces + 1], dropped_high[kPieces + 1];
     Shared s;  // of the row: the same in every block, but for the sums of warps
+
+    __device__ __forceinline__ Weigher weigher() const {
+        return {fminf(largest, FLT_MAX), scale, lowest};
+    }
 
     // A four of which some may become candidates.
     __device__ __forceinline__ void list(int index, const float (&z)[4]) {

@@ -41,44 +41,61 @@ __device__ __forceinline__ uint32_t last_before_of_warp(const Ruler& ruler, int 
 
 // What a thread's neighbouring bins have, and all before them.
 struct OwnBins {
-    uint64_t amount = 0, amount_before, of_all;  // masses, or counts
+    static constexpr int kNum = kNumBins / kNumThreads;
+    uint64_t amounts[kNum];  // masses, or counts
+    uint64_t amount = 0, amount_before, of_all;
+    uint32_t counts[kNum];
     uint32_t count = 0, count_before;
 
-    static constexpr int kNum = kNumBins / kNumThreads;
     static __device__ __forceinline__ int first() { return threadIdx.x * kNum; }
     __device__ __forceinline__ bool has_count(uint32_t place) const {
         return count_before <= place && place - count_before < count;
     }
 };
 
-// is_guess: masses become what the counts say of what is above `from`, all of a bin as its middle.
-__device__ __forceinline__ OwnBins sum_own(Bins& bins, const Weigher& weigher, float from,
+// Between the middles of two bins of equal steps of values, nearly.
+__device__ __forceinline__ float step_of(const Ruler& ruler) {
+    return 1.0f / (ruler.inverse * (kNumBins - 1));
+}
+
+// is_guess: what the counts say that is above `from` weighs, all of a bin as its middle.
+__device__ __forceinline__ OwnBins sum_own(const Bins& bins, const Weigher& weigher, float from,
                                            bool is_guess, bool is_mass, Shared& s) {
     const Ruler ruler = s.ruler;
     OwnBins own;
-#pragma unroll 1
-    for (int at = own.first(); at < own.first() + own.kNum; at += 2) {
-        const uint2 counts = *reinterpret_cast<const uint2*>(&bins.counts[at]);
-        uint2 low = *reinterpret_cast<const uint2*>(&bins.low[at]);
-        uint2 high = *reinterpret_cast<const uint2*>(&bins.high[at]);
-        const auto weigh = [&](int i, uint32_t count, uint32_t& word, uint32_t& upper) {
-            own.count += count;
-            if (is_mass && is_guess) {
-                const float middle = ruler.middle(i);
-                uint64_t mass =
-                    middle > from ? count * weigher.mass(fminf(middle, weigher.largest)) : 0;
-                if (i == 0 && count > 0) {
-                    mass = max(mass, uint64_t{1} << kMassBits);  // it has the largest
-                }
-                word = static_cast<uint32_t>(mass);
-                upper = static_cast<uint32_t>(mass >> 32);
+#pragma unroll
+    for (int i = 0; i < own.kNum; i += 2) {
+        const uint2 counts = *reinterpret_cast<const uint2*>(&bins.counts[own.first() + i]);
+        own.counts[i] = counts.x;
+        own.counts[i + 1] = counts.y;
+    }
+    if (!is_mass) {
+#pragma unroll
+        for (int i = 0; i < own.kNum; ++i) {
+            own.amounts[i] = own.counts[i];
+        }
+    } else if (is_guess) {
+        const float step = step_of(ruler);
+#pragma unroll
+        for (int i = 0; i < own.kNum; ++i) {
+            const int bin = own.first() + i;
+            const float middle = fmaf(static_cast<float>(-bin), step, ruler.top);
+            const uint64_t mass = weigher.mass(fminf(middle, weigher.largest));
+            own.amounts[i] = middle > from ? own.counts[i] * mass : 0;
+            if (bin == 0 && own.counts[i] > 0) {
+                own.amounts[i] = max(own.amounts[i], uint64_t{1} << kMassBits);  // the largest's
             }
-            own.amount += is_mass ? static_cast<uint64_t>(upper) << 32 | word : count;
-        };
-        weigh(at, counts.x, low.x, high.x);
-        weigh(at + 1, counts.y, low.y, high.y);
-        *reinterpret_cast<uint2*>(&bins.low[at]) = low;
-        *reinterpret_cast<uint2*>(&bins.high[at]) = high;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < own.kNum; ++i) {
+            own.amounts[i] = bins.mass(own.first() + i);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < own.kNum; ++i) {
+        own.amount += own.amounts[i];
+        own.count += own.counts[i];
     }
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
     const uint64_t amount_until = warp_scan(own.amount, lane_idx);
@@ -100,6 +117,35 @@ __device__ __forceinline__ OwnBins sum_own(Bins& bins, const Weigher& weigher, f
     return own;
 }
 
+// One of a thread's bins, with what all before it have.
+struct OwnBin {
+    int bin;
+    uint64_t amount, amount_before;
+    uint32_t count, count_before;
+
+    __device__ __forceinline__ explicit OwnBin(const OwnBins& own)
+        : bin(own.first()),
+          amount(own.amounts[0]),
+          amount_before(own.amount_before),
+          count(own.counts[0]),
+          count_before(own.count_before) {}
+
+    // The first for which is_it(this) is true; the last where none is.
+    template <typename IsIt>
+    __device__ __forceinline__ void find(const OwnBins& own, const IsIt& is_it) {
+#pragma unroll
+        for (int i = 1; i < own.kNum; ++i) {
+            if (!is_it(*this)) {
+                bin = own.first() + i;
+                amount_before += amount;
+                count_before += count;
+                amount = own.amounts[i];
+                count = own.counts[i];
+            }
+        }
+    }
+};
+
 // A value that about `place` values are above, if those of its bin are alike, and the key of it;
 // what bins have above it.
 struct Cut {
@@ -108,58 +154,45 @@ struct Cut {
 };
 
 // By the thread that has the bin of it.
-template <typename Amount>
-__device__ __forceinline__ Cut cut_at(const Bins& bins, const Ruler& ruler, const OwnBins& own,
-                                      uint32_t place, const Amount& amount) {
-    uint32_t before = own.count_before;
-    uint64_t above = own.amount_before;
-    int i = own.first();
-#pragma unroll 1
-    for (; place - before >= bins.counts[i]; ++i) {
-        before += bins.counts[i];
-        above += amount(i);
-    }
-    const float part = static_cast<float>(place - before) / static_cast<float>(bins.counts[i]);
-    const float along = static_cast<float>(i) + (part - 0.5f);
-    return {key_of(ruler.top - along / (kNumBins - 1) / ruler.inverse),
-            above + static_cast<uint64_t>(part * static_cast<float>(amount(i)))};
+__device__ __forceinline__ Cut cut_at(const Ruler& ruler, const OwnBins& own, uint32_t place) {
+    OwnBin at(own);
+    at.find(own, [&](const OwnBin& each) { return place - each.count_before < each.count; });
+    const float part = static_cast<float>(place - at.count_before) / static_cast<float>(at.count);
+    const float along = static_cast<float>(at.bin) + (part - 0.5f);
+    return {key_of(fmaf(-along, step_of(ruler), ruler.top)),
+            at.amount_before + static_cast<uint64_t>(part * static_cast<float>(at.amount))};
 }
 
 // Makes the window that of the bin in which the bins together meet s.wanted of counts or masses, if
 // one does. Where they hold counts of the first pass masses are guessed by them, and what is wanted
 // by top_p where it is 0; then some values around the guess are in the window too, whose ends need
-// not be those of bins: the pass that follows weighs what is above it. By all threads.
-__device__ __forceinline__ void find_window(Bins& bins, const Weigher& weigher, float from,
+// not be those of bins: the pass that follows weighs what is above it. By all threads, and seen by
+// all behind the next barrier.
+__device__ __forceinline__ void find_window(const Bins& bins, const Weigher& weigher, float from,
                                             bool is_guess, float top_p, Shared& s) {
     constexpr uint32_t kAround = 24;  // guesses are wrong by two or three
     Search& search = s.search;
     const bool is_mass = search.is_mass, is_guessed = is_mass && is_guess;
     const Ruler ruler = s.ruler;
-    const OwnBins own = sum_own(bins, weigher, from, is_guess, is_mass, s);
-    const uint64_t target = s.wanted > 0 ? s.wanted : mass_needed(top_p, own.of_all);
-    const auto amount = [&](int i) { return is_mass ? bins.mass(i) : bins.counts[i]; };
     if (threadIdx.x == 0) {
         s.bin = -1;
     }
-    __syncthreads();
+    const OwnBins own = sum_own(bins, weigher, from, is_guess, is_mass, s);
+    const uint64_t target = s.wanted > 0 ? s.wanted : mass_needed(top_p, own.of_all);
     if (own.amount_before < target && target - own.amount_before <= own.amount) {
-        uint64_t sum = own.amount_before;
-        uint32_t before = own.count_before;
-        int i = own.first();
-#pragma unroll 1
-        for (; target - sum > amount(i); ++i) {
-            sum += amount(i);
-            before += bins.counts[i];
-        }
-        const uint32_t count = bins.counts[i];
-        const float share = static_cast<float>(target - sum) / static_cast<float>(amount(i));
+        OwnBin it(own);
+        it.find(own,
+                [&](const OwnBin& each) { return target - each.amount_before <= each.amount; });
+        const uint32_t before = it.count_before, count = it.count;
+        const float share =
+            static_cast<float>(target - it.amount_before) / static_cast<float>(it.amount);
         const uint32_t place = before + static_cast<uint32_t>(share * static_cast<float>(count));
         const bool is_small = count + 2 * kAround <= kNumCandidates;
         const uint32_t begin = place - min(place, 2 * kAround);
-        s.bin = i;
+        s.bin = it.bin;
         s.place = is_small ? min(before, begin + kAround) : begin;
         s.room = (is_small ? max(before + count, place + kAround) : place + 2 * kAround) - s.place;
-        s.above_window = is_guessed ? 0 : sum;
+        s.above_window = is_guessed ? 0 : it.amount_before;
         search.collects = is_guessed || count <= kNumCandidates;
         if (is_guessed) {
             search.from = search.low;
@@ -174,14 +207,16 @@ __device__ __forceinline__ void find_window(Bins& bins, const Weigher& weigher, 
     if (is_guessed) {
         const uint32_t begin = s.place, end = begin + s.room;
         if (begin > 0 && own.has_count(begin)) {
-            const Cut cut = cut_at(bins, ruler, own, begin, amount);
+            const Cut cut = cut_at(ruler, own, begin);
             search.to = max(search.low + 1, min(search.high, cut.key));
             s.above_window = cut.above;
         }
-        __syncthreads();
         if (own.has_count(end)) {
-            const Cut cut = cut_at(bins, ruler, own, end, amount);
-            search.from = max(search.low, min(search.to - 1, cut.key));
+            search.from = max(search.low, cut_at(ruler, own, end).key);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            search.from = min(search.from, search.to - 1);
         }
     } else if (warp_idx == 0) {
         const uint32_t to = last_before_of_warp(ruler, bin, search.low, search.high);
@@ -197,7 +232,6 @@ __device__ __forceinline__ void find_window(Bins& bins, const Weigher& weigher, 
             search.from = after;
         }
     }
-    __syncthreads();
 }
 
 }  // namespace kernel_hub::sampling::sm90

@@ -19,6 +19,7 @@ _SM90 = "sample_sm90"  # a row a cluster
 _LEFT_OVER = 24  # multiprocessors that clusters of 4 and 8 do not fill
 _LEAST_SHARE = 4096  # elements of a block of a cluster
 _FOUR = 4  # elements that it reads together
+_MOST_WHOLE = 1 << 23  # elements of a row whose sums it keeps in doubles
 _NUM_THREADS = 512
 _MAX_PARTS = 8
 _LEAST_PART = 4096  # elements
@@ -232,7 +233,11 @@ def _is_plain(given: SampleGiven, low_bits: int) -> bool:
 def _aligned(given: SampleGiven, low_bits: tuple[int, int], row_stride: int) -> int:
     """kAlignedLogits and kAlignedChanges of csrc/sampling/sm90/fours.cuh."""
     size, four_bytes = given.logits.shape[1], _FOUR * given.logits.element_size()
-    logits = common.is_aligned(_FOUR, size, row_stride) and low_bits[0] % four_bytes == 0
+    logits = (
+        common.is_aligned(_FOUR, size, row_stride)
+        and low_bits[0] % four_bytes == 0
+        and size <= _MOST_WHOLE
+    )
     changing = stride_of_rows(given.bias), stride_of_rows(given.output_counts)
     changes = common.is_aligned(_FOUR, size, *changing) and not low_bits[1]
     return int(logits) + 2 * int(changes)

@@ -148,6 +148,14 @@ inline double __ddiv_rn(double a, double b) {
 inline double __dadd_rn(double a, double b) {
     return a + b;
 }
+inline double __dadd_rz(double a, double b) {
+    const double sum = a + b, of_b = sum - a;
+    const double lost = (a - (sum - of_b)) + (b - of_b);
+    return (sum > 0.0 && lost < 0.0) || (sum < 0.0 && lost > 0.0) ? std::nextafter(sum, 0.0) : sum;
+}
+inline long long __double_as_longlong(double x) {
+    return __builtin_bit_cast(long long, x);
+}
 inline double __longlong_as_double(long long bits) {
     return __builtin_bit_cast(double, bits);
 }

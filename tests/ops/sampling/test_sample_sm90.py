@@ -109,6 +109,15 @@ def test_searches(hopper_way: Way, kind: str, team: int) -> None:
     check(hopper_way, rows, **arguments(len(batch), 1, "temperature"), **given)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_that_end_anywhere(hopper_way: Way, dtype: torch.dtype, team: int) -> None:
+    """Plain rows that end before, at and behind what a warp weighs at once; the last is drawn."""
+    for size in (4, 124, 252, 256, 260, 384, 508, 4092, 4100):
+        logits = hopper_way.randn(3, size).cpu().sort(-1).values.to(dtype)
+        given = {"top_p": torch.tensor([0.9, 0.999, 1.0]), "seed": torch.arange(3) + size}
+        check(hopper_way, logits, **given)
+
+
 def test_drawn_by_lot(hopper_way: Way) -> None:
     lot = random.Random(hopper_way.name)
     for turn in range(60 if hopper_way.is_gpu else 25):
