@@ -50,13 +50,14 @@ _APART = 0.12  # shares of many tiles are so much slower
 # few, each that is cut is two parts, and of those some have two.
 _LATE, _FEW_LATE, _FEW_ROUNDS = 0.4, 0.4, 1.6
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
-# Of prompts: what is left of a tile's beginning and end where whole tiles differ; of the longest
+# Of prompts: what is left of a tile's beginning and end in whole tiles; of the longest
 # what the mean tile sees more than the mean; in turn where they are surely faster; a tile's rows.
 _QUICK, _LONGER, _SURELY, _LEAST_ROWS = 0.6, 0.34, 0.97, 128
 _SHORT = 4  # stretches more in the share with the shortest tiles
 # Of prompts that `_sees_few` says: their tokens, without a window; a launch; a tile, and what 128
 # columns of it add, whole and of packed heads in turn; tiles of a sequence that are looked at.
 _FEW_TOKENS, _LOOKED_AT = 1280, 64
+_PROMPT, _PROMPT_LESS_US = 0.92, 1.7  # of whole tiles, of which not every multiprocessor has one
 _FEW_START_US, _FEW_TILE_US, _FEW_TURN_US = 6.7, (0.6, 1.5), (0.9, 2.1)
 
 
@@ -148,8 +149,8 @@ def longer_of(share: int) -> int:
 
 def has_parts(sizes: Sizes, tiles: int, num_blocks: int, block_n: int) -> bool:
     """Whether tiles may be cut into parts, one a block."""
-    is_long = sizes.seqlen_k > _LONG_BLOCKS * block_n
-    return sizes.window_left < 0 and tiles <= num_blocks * (1.0 if is_long else _MOST_PARTED)
+    most = 1.0 if sizes.seqlen_k > _LONG_BLOCKS * block_n else _MOST_PARTED
+    return sizes.window_left < 0 and tiles <= num_blocks * most
 
 
 def key_bytes(sizes: Sizes) -> float:
@@ -161,8 +162,8 @@ def key_bytes(sizes: Sizes) -> float:
 
 
 def _all_bytes(sizes: Sizes) -> float:
-    queries = 4 * sizes.batch_size * sizes.num_heads * sizes.seqlen_q * sizes.head_dim
-    return key_bytes(sizes) + queries
+    rows = sizes.batch_size * sizes.num_heads * sizes.seqlen_q
+    return key_bytes(sizes) + 4 * rows * sizes.head_dim
 
 
 def _tile_us(width: int) -> float:
@@ -210,7 +211,8 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     work = _rounds_us(
         sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
-    return _START_US + max(work, _all_bytes(sizes) / _BYTES_A_US)
+    us = _START_US + max(work, _all_bytes(sizes) / _BYTES_A_US)
+    return _PROMPT * us - _PROMPT_LESS_US if sizes.is_prompt else us
 
 
 def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
@@ -225,10 +227,8 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     if sizes.is_prompt:
         return math.inf
     tiles, tokens = _tiles(sizes, tile)
-    tile_us = _tile_us(tile.width)
-    work = _rounds_us(
-        sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_cut=True
-    )
+    one = tile.unit_us, _tile_us(tile.width), tile.block_n
+    work = _rounds_us(sizes, tiles, tokens, *one, num_sms, is_cut=True)
     pieces = 0.0
     if sizes.is_ragged:  # of those that are longer than a multiprocessor's mean
         pieces = min(1.0, num_sms / tiles / sizes.evenness)
@@ -244,8 +244,8 @@ def whole_prompts_us(
     unit_us = _whole_unit_us(sizes, width, block_m, block_n)
     if _sees_few(sizes):
         return _few_us(sizes, tiles, block_m, unit_us, _FEW_TILE_US, width, block_n, num_sms)
-    tile_us = _tile_us(width) * (_QUICK if sizes.has_lengths else 1.0)
-    return _START_US + _prompts_us(sizes, tiles, unit_us, tile_us, block_n, num_sms)
+    quick_us = _QUICK * _tile_us(width)
+    return _START_US + _prompts_us(sizes, tiles, unit_us, quick_us, block_n, num_sms)
 
 
 def packed_prompts_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
@@ -254,7 +254,7 @@ def packed_prompts_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     group = sizes.num_heads // sizes.num_kv_heads
     is_full = sizes.window_left < 0 and sizes.window_right < 0
     has_more = (sizes.has_lengths and group > 1) or (
-        tile.width > 64 and tile.block_m > _LEAST_ROWS and (is_full or sizes.has_lengths)
+        tile.width > 64 and tile.block_m > _LEAST_ROWS and is_full
     )
     if not _sees_few(sizes) and (sizes.window_left >= 0 or not has_more):
         return math.inf
@@ -272,8 +272,9 @@ def packed_prompts_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
 
 def _sees_few(sizes: Sizes) -> bool:
     """Whether heads may be packed, of prompts of one length that see few blocks of keys."""
+    seen = sizes.seqlen_q if sizes.window_left < 0 else sizes.window_left
     is_alike = sizes.num_heads > sizes.num_kv_heads and not sizes.has_lengths
-    return is_alike and (sizes.window_left >= 0 or sizes.seqlen_q <= _FEW_TOKENS)
+    return is_alike and seen <= _FEW_TOKENS
 
 
 def _few_us(
@@ -310,7 +311,7 @@ def _prompts_us(
     if sizes.window_right >= 0:
         seen -= min(seen, seen if sizes.is_varlen else sizes.seqlen_q) / 2
     blocks, rounds = max(1.0, seen / block_n + 0.5), tiles / num_sms
-    if not sizes.has_lengths and sizes.window_right < 0:
+    if sizes.window_right < 0 and (sizes.batch_size == 1 or not sizes.has_lengths):
         blocks, rounds = math.ceil(seen / block_n), math.ceil(rounds)
     return rounds * (blocks * unit_us + tile_us)
 
@@ -327,7 +328,7 @@ def _read_bytes(
     num_heads = sizes.batch_size * sizes.num_kv_heads
     blocks_a_head = tiles / num_heads / tiles_a_share
     at_a_time = min(1.0, tiles / tiles_a_share / max(1.0, blocks_a_head) / num_heads)
-    held = min(1.0, _L2_BYTES / (at_a_time * key_bytes(sizes)))
+    held = min(1.0, _L2_BYTES / max(1.0, at_a_time * key_bytes(sizes)))
     missed = (1 - held) ** max(0.0, blocks_a_head - 1) if held < 1 else 0.0
     return missed * tiles * seen * tile.block_n * 4 * sizes.head_dim
 
@@ -335,7 +336,8 @@ def _read_bytes(
 def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Equal shares and their merge."""
     tiles, tokens = _tiles(sizes, tile)
-    seen_mean = max(1.0, blocks_seen(sizes, tokens, tile.block_n) * sizes.evenness)
+    seen, longer = sizes.evenness, _LONGER * (sizes.is_varlen and sizes.is_prompt)
+    seen_mean = max(1.0, blocks_seen(sizes, tokens, tile.block_n) * (seen + longer * (1 - seen)))
     share = max(LEAST_BLOCKS, math.ceil(tiles * seen_mean / num_sms))
     tiles_a_share = share / seen_mean
     stretches = min(share, 2 + tiles_a_share * (1 + _SHORT * (1 - sizes.evenness)))
@@ -382,7 +384,7 @@ def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
     sizes = Sizes(
         batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window, mean,
         (problem.q.shape[-1] + problem.v.shape[-1]) / 2, problem.has_lengths,
-        problem.cu_seqlens_q is not None,
+        problem.cu_seqlens_q is not None and batch_size > 1,
     )  # fmt: skip
     if is_known:
         return (sizes,)
