@@ -29,6 +29,7 @@
 //   ..._causal                                    window_right only (0: causal)
 //   ..._causal_short                              the same in tiles for short sequences
 //   ..._window                                    both sides, either of them open; softcap
+//   ..._bf16_hdim64_window_capped                the same with softcap, which bf16's own lacks
 //   flash_attention_sm90_{dtype}_hdim{N}_v{M}_...   the same with fewer columns of v and out
 // head_dim is any multiple of 8 up to N, and so is v's own, or up to M: what is left of its columns
 // are zeros, and are not written. Strided dense or varlen by tensor maps of four dimensions,
@@ -83,5 +84,6 @@ namespace kernel_hub::attention::sm90 {
 
 EXPORT_HEAD_DIMS(fp16, __half)
 EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)
+EXPORT_FLASH_ATTENTION(bf16, __nv_bfloat16, 64, window_capped, kWindow, 3, 96)
 
 }  // namespace kernel_hub::attention::sm90

@@ -40,7 +40,7 @@ struct Consumer : Rows<C> {
     // Whether blocks with masks tell small scores from others.
     // NOTE: with three consumers there are registers too few; at d192 it is not worth its 15 KB.
     static constexpr bool kTellsMasked =
-        C::kMask == Mask::kWindow && C::kFindsSmall && C::kHeadDim != 192;
+        C::kMask == Mask::kWindow && (C::kFindsTiny || (C::kFindsSmall && C::kHeadDim != 192));
 
     // Issues scores = Q K^T.
     __device__ __forceinline__ void issue_scores() {
@@ -286,7 +286,7 @@ struct Consumer : Rows<C> {
                     accumulate = 1;
                 }
                 // NOTE: a loop of its own: asked in the other one, it costs windows 3 %.
-                if (kWindow && p.cap_scale_log2 != 0.f) {
+                if (C::kHasCap && p.cap_scale_log2 != 0.f) {
 #pragma unroll 1
                     for (; block >= unmasked; --block) {
                         step<false, kWindow>(tile, block, accumulate);
@@ -294,7 +294,7 @@ struct Consumer : Rows<C> {
                     }
                 }
 #pragma unroll 1
-                for (; block >= unmasked; --block) {
+                for (; C::kHasPlain && block >= unmasked; --block) {
                     step<false>(tile, block, accumulate);
                     accumulate = 1;
                 }

@@ -1,6 +1,8 @@
 // flash_attention_sm90.cu: its tile shapes, parameters and shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/lengths.cuh"
 #include "attention/sm90/warpgroups.cuh"
 #include "kernel_hub/mma.cuh"
@@ -46,6 +48,15 @@ struct Config : Warpgroups<kConsumers_> {
         !kSplit && kMask == Mask::kCausal && (kConsumers > 2) == (kBlockN >= 128);
     // Whether registers are left to find small scores by bits.
     static constexpr bool kFindsSmall = !kSplit && (kConsumers == 2 || kBlockN <= 96);
+    // Of 64 columns, where three warpgroups have no registers to tell tiny scores from others in
+    // blocks of 128 keys: whether a body of windows knows softcap, or nothing else (bf16).
+    static constexpr bool kIsOneOfTwo = std::is_same_v<T, __nv_bfloat16> && kHeadDim == 64 &&
+                                        kMask == Mask::kWindow && kConsumers == 3;
+    static constexpr bool kHasCap = kMask == Mask::kWindow && !(kIsOneOfTwo && kBlockN > 96);
+    static constexpr bool kHasPlain = !(kIsOneOfTwo && kBlockN <= 96);
+    // Whether scores that are tiny are told from others in masked blocks, and in shares: of bf16.
+    static constexpr bool kFindsTiny = std::is_same_v<T, __nv_bfloat16> && kHeadDim != 192 &&
+                                       (kSplit ? kHeadDim == 128 : kFindsSmall);
     static constexpr int kQPanelBytes = 64 * 128;
     static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one consumer
     // Split: the rows of all consumers lie together, as one copy brings them.

@@ -1,74 +1,34 @@
-// flash_attention_sm90.cu: what a consumer holds, and does to its scores: masks, softmax.
+// flash_attention_sm90.cu: what a consumer does to its scores: softcap, masks, softmax.
 #pragma once
 
-#include <type_traits>
-
-#include "attention/sm90/pieces.cuh"
-#include "attention/sm90/plan.cuh"
+#include "attention/sm90/held.cuh"
 #include "kernel_hub/math.cuh"
-#include "kernel_hub/mbarrier.cuh"
-#include "kernel_hub/wgmma.cuh"
 
 namespace kernel_hub::attention::sm90 {
 
 // What is known of the largest scores of rows: nothing, the scores, or that no exponent is below
 // one.
 enum class Given { kNothing, kLargest, kBound };
-// How large the scores of a warp are.
-enum class Found { kAny, kSmall, kTiny };
 
-// Exponents with softcap of scores up to kBound of small_score, where a shorter polynomial is as
-// exact (5e-7) and, with a softcap that is not large, all exponents are so near to each other that
-// no row's largest need be known.
-struct Tiny {
-    float terms[3];
-    float least;  // exponent
-
-    static constexpr float kTanh = 0.26f;          // of the softcap
-    static constexpr float kBound = kTanh / 0.5f;  // problem.py: _SMALL_TANH
-    // Of scale_log2: exponents are at most 2 kTanh times it, and kRescaleBits, above a row's shift.
-    // fp16 does not hold that.
-    static constexpr float kMostScale = 80.f;
-
-    __device__ __forceinline__ float operator()(float score, float shift) const {
-        const float square = score * score;
-        const float factor = fmaf(fmaf(terms[2], square, terms[1]), square, terms[0]);
-        return fmaf(score, factor, -shift);
-    }
-};
-
-// A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
+// Scores and probabilities of 64 rows.
 template <class C>
-struct Scores {
+struct Scores : Held<C> {
     using T = typename C::T;
-    const Parameters& p;
-    const Shared<C>& shared;
-    const int consumer, thread_idx, lane_idx;
-    const int row;       // of the tile; the thread also holds row + 8
-    const int token[2];  // split: those of its two rows
-    const uint32_t q_low, k_low, v_low;
-    Place<C::kQStages> q;
-    Place<C::kStages> k, v;
-    Place<kTileSlots> slot;
-    float scores[C::kBlockN / 2];
-    uint32_t probs[C::kBlockN / 16][4];
-    float output[C::kHeadDimV / 2];
-    float row_shift[2], row_sum[2], rescale[2];
-    bool must_rescale;
-    bool k_is_there = false, v_is_there = false;
+    using Base = Held<C>;
+    using Base::lane_idx;
+    using Base::must_rescale;
+    using Base::output;
+    using Base::p;
+    using Base::probs;
+    using Base::rescale;
+    using Base::row_shift;
+    using Base::row_sum;
+    using Base::scores;
+    using Base::token;
+    using typename Base::Seen;
 
     __device__ __forceinline__ Scores(const Parameters& p_, const Shared<C>& shared_, int consumer_)
-        : p(p_),
-          shared(shared_),
-          consumer(consumer_),
-          thread_idx(threadIdx.x % 128),
-          lane_idx(threadIdx.x % 32),
-          row(64 * consumer_ + 16 * (thread_idx / 32) + lane_idx / 4),
-          token{C::kSplit ? p_.packing.token_of(row) : 0,
-                C::kSplit ? p_.packing.token_of(row + 8) : 8},
-          q_low(__shfl_sync(kAllLanes, descriptor_low(shared_.q_tile(0, consumer_), 16), 0)),
-          k_low(descriptor_low(shared_.k, 16)),
-          v_low(descriptor_low(shared_.v, C::kKVPanelBytes)) {}
+        : Base(p_, shared_, consumer_) {}
 
     // With softcap, scores become tanh(score softmax_scale / softcap).
     // NOTE: tanh_approx is off by 5e-4, which a softcap of 50 multiplies.
@@ -108,51 +68,6 @@ struct Scores {
         }
     }
 
-    // Whether this warp's scores of the tile's queries and the sequence's keys are small_score at
-    // most. kMasked: not all of the block's keys may be the sequence's.
-    // NOTE: what lies beyond a sequence must not choose the way to its result.
-    template <bool kMasked>
-    __device__ __forceinline__ bool are_small(const Range& tile, int block) const {
-        const int end = tile.seqlen_k - block * C::kBlockN - 2 * (lane_idx % 4);
-        bool are = true;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float even = 0.f, odd = 0.f;
-#pragma unroll
-            for (int j = 0; j < C::kBlockN / 8; ++j) {
-                if (!kMasked || 8 * j < end) {
-                    even = fmaxf(even, fabsf(scores[4 * j + 2 * r]));
-                }
-                if (!kMasked || 8 * j + 1 < end) {
-                    odd = fmaxf(odd, fabsf(scores[4 * j + 2 * r + 1]));
-                }
-            }
-            const int ahead = C::kSplit ? token[r] : 8 * r;
-            const bool is_query =
-                tile.diagonal + ahead < tile.seqlen_k && (!C::kSplit || ahead < p.packing.tokens);
-            are &= !is_query || fmaxf(even, odd) <= p.small_score;
-        }
-        return __all_sync(kAllLanes, are);
-    }
-
-    // The exponent of a small score with softcap, less `shift`.
-    __device__ __forceinline__ float small_exponent(float score, float shift) const {
-        const float square = score * score;
-        float factor = p.tanh_terms[3];
-#pragma unroll
-        for (int i = 2; i >= 0; --i) {
-            factor = fmaf(factor, square, p.tanh_terms[i]);
-        }
-        return fmaf(score, factor, -shift);
-    }
-
-    __device__ __forceinline__ Tiny tiny_scores() const {
-        return {{p.tanh_terms[0] * (0.9999995f / 0.99999946f),
-                 p.tanh_terms[1] * (0.3332001f / 0.33326318f),
-                 p.tanh_terms[2] * (0.1280271f / 0.13190297f)},
-                -Tiny::kTanh * p.scale_log2};
-    }
-
     // Scores of a block become probabilities. kTells: with softcap, small scores are told from
     // others. Blocks without masks are capped where kTells says so, masked ones ask for it.
     template <bool kFirst, bool kMasked, bool kTells = false>
@@ -160,13 +75,13 @@ struct Scores {
         float unit = p.scale_log2;  // of the scores' exponents
         if constexpr (kTells && !kMasked) {
             const auto small = [&](float score, float shift) {
-                return small_exponent(score, shift);
+                return this->small_exponent(score, shift);
             };
             if constexpr (C::kFindsSmall) {
                 float largest[2];
-                const Found found = find_small(tile, largest);
+                const Found found = this->find_small(tile, largest);
                 if (found == Found::kTiny) {
-                    const Tiny tiny = tiny_scores();
+                    const Tiny tiny = this->tiny_scores();
                     softmax<kFirst, Given::kBound>(tiny, &tiny.least);
                     return;
                 }
@@ -174,16 +89,30 @@ struct Scores {
                     softmax<kFirst, Given::kLargest>(small, largest);
                     return;
                 }
-            } else if (are_small<false>(tile, block)) {
+            } else if constexpr (C::kFindsTiny) {
+                const Tiny tiny = this->tiny_scores();
+                if (this->are_tiny(tile, tiny.bound)) {
+                    softmax<kFirst, Given::kBound>(tiny, &tiny.least);
+                    return;
+                }
+            } else if (this->template are_small<false>(tile, block)) {
                 softmax<kFirst>(small);
                 return;
             }
             cap();
-        } else if (kMasked && C::kMask == Mask::kWindow && p.cap_scale_log2 != 0.f) {
-            if (kTells && are_small<true>(tile, block)) {
+        } else if (kMasked && C::kHasCap && p.cap_scale_log2 != 0.f) {
+            if constexpr (kTells && C::kFindsTiny) {
+                this->hide_foreign(tile, block);
+                const Tiny tiny = this->tiny_scores();
+                if (this->are_tiny(tile, tiny.bound)) {
+                    softmax_seen<kFirst>(tiny, this->seen_by(tile, block));
+                    return;
+                }
+                cap();
+            } else if (kTells && this->template are_small<true>(tile, block)) {
 #pragma unroll
                 for (int i = 0; i < C::kBlockN / 2; ++i) {
-                    scores[i] = small_exponent(scores[i], 0.f);
+                    scores[i] = this->small_exponent(scores[i], 0.f);
                 }
                 unit = 1.f;
             } else {
@@ -200,105 +129,6 @@ struct Scores {
         softmax<kFirst>([&](float score, float shift) { return fmaf(score, unit, -shift); });
     }
 
-    // The largest score of the thread's row r.
-    __device__ __forceinline__ float largest_of(int r) const {
-        // Two chains: one alone would be bound by its latency.
-        float even = scores[2 * r], odd = scores[2 * r + 1];
-#pragma unroll
-        for (int j = 1; j < C::kBlockN / 8; ++j) {
-            even = max_nan(even, scores[4 * j + 2 * r]);
-            odd = max_nan(odd, scores[4 * j + 2 * r + 1]);
-        }
-        float largest = max_nan(even, odd);
-        largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-        return max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-    }
-
-    // How large this warp's scores of the tile's queries are; where they are small, `largest`
-    // becomes those of the thread's rows. By bits: as signed numbers the largest score above 0 is
-    // the largest, as unsigned ones the least below 0, and one instruction takes two more of them.
-    __device__ __forceinline__ Found find_small(const Range& tile, float (&largest)[2]) const {
-        int high[2];
-        unsigned low[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            int above[2] = {0, 0};
-            unsigned below[2] = {0, 0};
-#pragma unroll
-            for (int j = 0; j < C::kBlockN / 8; ++j) {
-                const unsigned a = __float_as_uint(scores[4 * j + 2 * r]);
-                const unsigned b = __float_as_uint(scores[4 * j + 2 * r + 1]);
-                int& most = above[j % 2];
-                unsigned& least = below[j % 2];
-                const int high_a = static_cast<int>(a), high_b = static_cast<int>(b);
-                most = j < 2 ? max(high_a, high_b) : max(max(most, high_a), high_b);
-                least = j < 2 ? max(a, b) : max(max(least, a), b);
-            }
-            high[r] = max(above[0], above[1]);
-            low[r] = max(below[0], below[1]);
-        }
-        const auto are_within = [&](float bound) {
-            const unsigned most = __float_as_uint(bound);
-            bool are = true;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const bool is_query = tile.diagonal + 8 * r < tile.seqlen_k;
-                are &= !is_query ||
-                       (high[r] <= static_cast<int>(most) && low[r] <= (most ^ 0x80000000u));
-            }
-            return __all_sync(kAllLanes, are);
-        };
-        if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-            if (p.scale_log2 <= Tiny::kMostScale && are_within(Tiny::kBound * p.small_score)) {
-                return Found::kTiny;
-            }
-        }
-        if (!are_within(p.small_score)) {
-            return Found::kAny;
-        }
-        bool must_ask = false;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            high[r] = max(high[r], __shfl_xor_sync(kAllLanes, high[r], 1));
-            high[r] = max(high[r], __shfl_xor_sync(kAllLanes, high[r], 2));
-            largest[r] = __int_as_float(high[r]);
-            // Of scores below 0 alone it is not the largest one; nothing asks for that one where
-            // the shift is above 0.
-            must_ask |= high[r] < 0 && row_shift[r] < 0.f;
-        }
-        if (__any_sync(kAllLanes, must_ask)) {
-            largest[0] = largest_of(0);
-            largest[1] = largest_of(1);
-        }
-        return Found::kSmall;
-    }
-
-    // The largest scores of the thread's rows, by bits as in find_small: where all are below 0, and
-    // the shift too, they are asked for again.
-    __device__ __forceinline__ void find_largest(float (&largest)[2]) const {
-        bool must_ask = false;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            int above[2] = {0, 0};
-#pragma unroll
-            for (int j = 0; j < C::kBlockN / 8; ++j) {
-                const int a = __float_as_int(scores[4 * j + 2 * r]);
-                const int b = __float_as_int(scores[4 * j + 2 * r + 1]);
-                int& high = above[j % 2];
-                high = j < 2 ? max(a, b) : max(max(high, a), b);
-            }
-            int high = max(above[0], above[1]);
-            high = max(high, __shfl_xor_sync(kAllLanes, high, 1));
-            high = max(high, __shfl_xor_sync(kAllLanes, high, 2));
-            largest[r] = __int_as_float(high);
-            must_ask |= high < 0 && row_shift[r] < 0.f;
-        }
-        if (__any_sync(kAllLanes, must_ask)) {
-            largest[0] = largest_of(0);
-            largest[1] = largest_of(1);
-        }
-    }
-
     // scores become 2^(exponent(score, 0) - shift), where exponent(s, t) = exponent(s, 0) - t grows
     // with s; row_shift and row_sum follow. The shift is the row's largest exponent, or one up to
     // kRescaleBits below it, so that the output is rarely rescaled.
@@ -310,7 +140,7 @@ struct Scores {
         bool grew = false;
         float own[2];
         if constexpr (kByBits) {
-            find_largest(own);
+            this->find_largest(own);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -320,7 +150,7 @@ struct Scores {
             } else if constexpr (kGiven == Given::kLargest || kByBits) {
                 largest = exponent(kGiven == Given::kLargest ? given[r] : own[r], 0.f);
             } else {
-                largest = exponent(largest_of(r), 0.f);
+                largest = exponent(this->largest_of(r), 0.f);
             }
             if constexpr (!kFirst) {
                 largest = max_nan(largest, row_shift[r]);
@@ -345,6 +175,51 @@ struct Scores {
                 }
             }
             row_sum[r] = kFirst ? sum : fmaf(row_sum[r], rescale[r], sum);
+        }
+        must_rescale = kFirst ? false : __any_sync(kAllLanes, grew);
+    }
+
+    // The same of tiny scores, of the keys that are seen.
+    template <bool kFirst>
+    __device__ __forceinline__ void softmax_seen(const Tiny& tiny, const Seen& seen) {
+        bool grew = false;
+        float shift[2] = {tiny.least, tiny.least}, sum[2];
+        if (seen.have_few) {
+            this->find_largest(tiny, seen, shift);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const bool is_new = kFirst || row_shift[r] == -INFINITY;
+            if constexpr (!kFirst) {
+                const float largest = max_nan(shift[r], row_shift[r]);
+                const bool keep = largest - row_shift[r] <= kRescaleBits;
+                shift[r] = keep ? row_shift[r] : largest;
+                grew |= !keep;
+                rescale[r] = exp2_approx(row_shift[r] - shift[r]);
+            }
+            row_shift[r] = seen.is_blind[r] && is_new ? -INFINITY : shift[r];
+            sum[r] = 0.f;
+        }
+#pragma unroll
+        for (int first = 0; first < C::kBlockN / 2; first += 16) {
+            if ((seen.any >> (first / 2) & 0xff) == 0) {
+#pragma unroll
+                for (int i = first; i < min(first + 16, C::kBlockN / 2); ++i) {
+                    scores[i] = 0.f;
+                }
+            } else {
+#pragma unroll
+                for (int i = first; i < min(first + 16, C::kBlockN / 2); ++i) {
+                    const int r = i / 2 % 2, bit = i / 4 * 2 + i % 2;
+                    const float weight = exp2_approx(tiny(scores[i], shift[r]));
+                    scores[i] = seen.rows[r] >> bit & 1 ? weight : 0.f;
+                    sum[r] += scores[i];
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            row_sum[r] = kFirst ? sum[r] : fmaf(row_sum[r], rescale[r], sum[r]);
         }
         must_rescale = kFirst ? false : __any_sync(kAllLanes, grew);
     }

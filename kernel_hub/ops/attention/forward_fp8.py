@@ -99,6 +99,10 @@ BODIES = (
 )
 
 
+# Rounds of tiles of 128 rows, by the head_dim of the body that they are taken for.
+_FEW_ROUNDS = {64: 1, 96: 2}
+
+
 def check_device(q: torch.Tensor) -> None:
     """Only Hopper has these kernels."""
     device = device_of(q.device)
@@ -130,8 +134,11 @@ def check_problem(problem: Problem) -> None:
         raise common.refuse(_OP, "q", expected, problem.q)
 
 
-def choose(head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int, rows: int) -> Body:
-    """The row of BODIES for such a problem."""
+def choose(
+    head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int, rows: int, num_sms: int,
+    seqlen_q: int,
+) -> Body:  # fmt: skip
+    """The row of BODIES for such a problem; rows: of queries of all heads."""
     mask = "causal" if is_causal else "full"
     suffixes = (f"{mask}_blocks",) if has_blocks else (mask, f"{mask}_long", _ANY)
     fitting = [
@@ -142,7 +149,17 @@ def choose(head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int, rows
         and body.least_keys <= seqlen_k
         and body.least_rows <= rows
     ]
-    return min(fitting, key=lambda body: (body.head_dim, -body.least_keys))
+    best = min(fitting, key=lambda body: (body.head_dim, -body.least_keys))
+    if best.suffix == mask and best.head_dim < 128 and seqlen_q > 0:
+        # Tiles of fewer rows, if they are dealt in as many rounds.
+        fewer = next(x for x in fitting if x.suffix == mask and x.head_dim == 128)
+        rounds = [
+            -(-(-(-seqlen_q // x.stated.sizes["block_m"]) * (rows // seqlen_q)) // num_sms)
+            for x in (fewer, best)
+        ]
+        if rounds[0] <= min(rounds[1], _FEW_ROUNDS[best.head_dim]):
+            return fewer
+    return best
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
@@ -171,7 +188,10 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
     seqlen_q, seqlen_k = problem.seqlens
     has_tables = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None
     is_causal, rows = problem.window_right == 0, q.numel() // head_dim
-    body = choose(head_dim, is_causal, scales.has_blocks_of_keys, seqlen_k, rows)
+    body = choose(
+        head_dim, is_causal, scales.has_blocks_of_keys, seqlen_k, rows,
+        device_of(q.device).num_sms, seqlen_q,
+    )  # fmt: skip
     stated = body.stated
     num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
     q_scale_heads = num_heads

@@ -26,13 +26,20 @@ is_enabled = True
 
 CUBIN = "flash_attention_sm90"
 _BOX_ROWS = 8  # the fewest keys a copy brings: the swizzle repeats after so many rows
-_FEW, _SHORT = 32, 256  # tokens
+_FEW, _SHORT, _SHORTER = 32, 320, 256  # tokens: of prompts without masks, of others
 # Tokens of a sequence, the mean; columns of narrow heads, and of wide ones, of which two that share
 # keys are as if they did not: packed rows are better for others.
 _LITTLE, _NARROW, _WIDE = 64, 32, 128
+_WIDE_SHORT = 160  # tokens of the longest of those
+# Of causal tiles: columns of heads that have them of 192 rows, rows of both, and queries up to
+# which fewer rows may be better.
+_NARROWEST, _ROWS192_WIDEST, _ROWS, _MORE_ROWS, _FEW_ROWS = 64, 96, 128, 192, 1024
 NUM_COUNTERS = 2  # the next tile, blocks that are done
-# K and V of the heads that run together stay in the L2 (60 MB on an H200).
-_L2_BYTES = 32 << 20
+# K and V of the heads that run together stay in the L2: of 50 MB on an H100 half is near.
+_L2_BYTES = 18 << 20
+# Of all heads of a group: two tiles a multiprocessor, half of their keys masked; where there are
+# more than so many times that, one is enough.
+_GROUP_QUERIES, _MANY_GROUPS = 264 * 128, 5
 # The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
 MAX_TOKENS = 1 << 29
 MAX_TILES = 1 << 30
@@ -83,9 +90,11 @@ class Body:
 
 
 _MASKS = ("full", "causal", "window")
+_CAPPED = "_capped"
 # The first that holds a problem is its own; docs/notes/flash_attention_sm90.md says why these.
 BODIES = (
     Body("causal", 64, "_short", longest=1280),
+    Body("window", 64, _CAPPED),  # of bf16
     *(Body(mask, width) for width in (64, 96, 128) for mask in _MASKS),
     *(Body(mask, 192, own_head_dim_v=128) for mask in ("full", "causal")),
     *(Body(mask, width) for width in (192, 256) for mask in _MASKS),
@@ -98,17 +107,38 @@ def _choose(problem: Problem) -> Body | None:
     mask = "causal" if left < 0 <= right else "full" if left == right == -1 else "window"
     if problem.softcap != 0:
         mask = "window"  # the others have no softcap
+    is_capped = problem.softcap != 0 and problem.q.dtype == torch.bfloat16
     head_dim, head_dim_v = problem.q.shape[-1], problem.v.shape[-1]
+    if mask == "causal" and _wants_few_rows(problem):
+        mask = "window"
     for body in BODIES:
         if (
             body.mask == mask
             and body.head_dim >= head_dim
             and body.head_dim_v >= head_dim_v
             and problem.seqlens[0] <= body.longest
-            and not (problem.batch_invariant and body.suffix)
+            and not (problem.batch_invariant and body.longest < BODIES[-1].longest)
+            and (body.suffix != _CAPPED or is_capped)
         ):
             return body
     return None
+
+
+def _wants_few_rows(problem: Problem) -> bool:
+    """Whether tiles of 128 rows, which of 96 columns windows alone have, are better for a causal
+    prompt: where those of 192 leave more rows empty, or are too few."""
+    head_dim, seqlen_q = problem.widest_head, problem.seqlens[0]
+    if not _NARROWEST < head_dim <= _ROWS192_WIDEST or problem.has_lengths:
+        return False
+    if problem.batch_invariant or _ROWS < seqlen_q <= _MORE_ROWS:
+        return False
+    num_sms = device_of(problem.q.device).num_sms
+    tiles = -(-seqlen_q // _ROWS) * problem.batch_size * problem.q.shape[-2]
+    return (
+        seqlen_q <= _ROWS
+        or (seqlen_q <= _FEW_ROWS and tiles < 3 * num_sms)
+        or (seqlen_q <= _FEW_ROWS * 3 // 2 and tiles <= num_sms)
+    )
 
 
 def applies(problem: Problem, out: torch.Tensor) -> bool:
@@ -123,13 +153,42 @@ def is_short(problem: Problem) -> bool:
     others = problem.cache_seqlens, problem.block_table, problem.sinks
     if longest > _SHORT or problem.batch_invariant or any(x is not None for x in others):
         return False
-    head_dim = problem.widest_head
+    head_dim, num_heads = problem.widest_head, problem.q.shape[-2]
+    is_one_round = problem.batch_size * num_heads <= device_of(problem.q.device).num_sms
     if _mean_tokens(problem) <= _LITTLE:
-        return problem.q.shape[-2] <= (1 + (head_dim > _WIDE)) * problem.k.shape[-2]
-    if problem.has_lengths or problem.seqlens[0] < _FEW or head_dim > 64:
+        is_wide = head_dim > _WIDE
+        if is_wide and is_one_round and longest > _WIDE_SHORT:
+            return False
+        return num_heads <= (1 + is_wide) * problem.k.shape[-2]
+    if problem.has_lengths or problem.seqlens[0] < _FEW:
         return False
+    if head_dim > 64:
+        return is_one_round and _fills_little(problem)
     left, right = problem.window  # causal ones have tiles of 128 queries
+    if problem.seqlens[0] > _ROWS and _has_many_rows(problem):
+        return False
+    is_masked = left >= 0 or right >= 0 or problem.softcap != 0
+    if longest > _SHORTER and (is_masked or min(problem.seqlens) <= _SHORTER):
+        return False
     return head_dim <= _NARROW or (problem.softcap == 0 and (left >= 0 or right < 0))
+
+
+def _has_many_rows(problem: Problem) -> bool:
+    """Whether tiles of 192 rows, of which more than one is short of full, take several rounds."""
+    tiles = -(-problem.seqlens[0] // _MORE_ROWS) * problem.batch_size * problem.q.shape[-2]
+    return problem.window[0] < 0 and tiles > 2 * device_of(problem.q.device).num_sms
+
+
+def _fills_little(problem: Problem) -> bool:
+    """The same of wider heads that are alone, for the first round of tiles: causal ones of 96
+    columns, whose tiles are of 192 rows or for windows too, and a second block of few keys."""
+    left, right = problem.window
+    if problem.softcap != 0 or left >= 0 or problem.q.shape[-2] != problem.k.shape[-2]:
+        return False
+    head_dim, longest = problem.widest_head, max(problem.seqlens)
+    if right >= 0:
+        return head_dim <= _ROWS192_WIDEST and longest <= _ROWS
+    return _ROWS192_WIDEST < head_dim <= _WIDE and _ROWS < min(problem.seqlens) <= longest <= 160
 
 
 def _mean_tokens(problem: Problem) -> float:
@@ -176,12 +235,25 @@ def whole_us(problem: Problem) -> tuple[float, ...]:
 
 
 def heads_a_group(problem: Problem, seqlen_k: int) -> int:
-    """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
+    """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2.
+
+    The last group begins with its longest tiles when the others end, so groups are about alike,
+    and have work for as long as a longest tile takes.
+    """
     num_heads, head_dim = problem.q.shape[-2:]
+    num_kv_heads = max(1, problem.k.shape[-2])
     head_dims = head_dim + problem.v.shape[-1]
+    if problem.window[0] >= 0:  # what tiles side by side see
+        seqlen_k = min(seqlen_k, problem.window[0] + 2 * _ROWS)
     pair_bytes = max(1, seqlen_k * head_dims * problem.q.element_size())
-    fitting = max(1, _L2_BYTES // pair_bytes) * (num_heads // problem.k.shape[-2])
-    return min(problem.batch_size * num_heads, fitting)
+    num_pairs = num_kv_heads * (1 if problem.has_lengths else problem.batch_size)
+    group = max(1, num_heads // num_kv_heads)
+    seqlen_q = max(1, problem.seqlens[0])
+    least = -(-_GROUP_QUERIES // (seqlen_q * group))
+    if num_pairs * group * seqlen_q > _MANY_GROUPS * _GROUP_QUERIES:
+        least = -(-least // 2)
+    num_groups = max(1, round(num_pairs / max(1, least, round(_L2_BYTES / pair_bytes))))
+    return max(1, -(-num_pairs // num_groups)) * group
 
 
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:

@@ -38,6 +38,8 @@ _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
 # Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
 _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
+# Rows of tiles; tokens of which both have two tiles, and up to which fewer rows may be better.
+_ROWS, _MORE_ROWS, _MOST_TWO_TILES, _MOST_SHORT = 128, 192, 288, 1024
 _SHORT_BLOCKS = 3  # of keys: to sort such tiles takes longer than it saves
 
 
@@ -141,8 +143,9 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
         return True
     block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
     if is_crowded(problem, block_m):
-        if problem.softcap != 0 and not problem.has_lengths:
-            return False  # they ask of masked blocks whether their scores are small
+        is_narrow = problem.widest_head <= 64 and problem.q.dtype == torch.bfloat16
+        if problem.softcap != 0 and is_narrow:
+            return False  # that one tells tiny scores from others, these do not
         num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
         every = (costs.whole_prompts_us(x, width, block_m, block_n, num_sms) for x in sizes)
         return best_way(problem, block_m).us < _mean(every)
@@ -179,12 +182,27 @@ def _tile(problem: Problem, body: Body) -> costs.PackedTile:
     return costs.PackedTile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
 
 
+def _is_surely_in_turn(problem: Problem, tile: costs.PackedTile, sizes: costs.Sizes) -> bool:
+    """Whether many causal prompts of one length, heads alone, are surely better in turn: in tiles
+    of 128 rows of 96 columns, as forward_sm90's are of 192."""
+    if sizes.has_lengths or sizes.window_left >= 0 or not sizes.is_prompt or tile.block_m != _ROWS:
+        return False
+    seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
+    return (
+        (tile.width == 96 and sizes.num_heads == sizes.num_kv_heads and sizes.window_right >= 0)
+        and (_MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT)
+        and tiles * sizes.batch_size * sizes.num_heads >= 3 * device_of(problem.q.device).num_sms
+    )
+
+
 def best_way(problem: Problem, whole_rows: int = 0) -> Way:
     """The fastest, by their costs; whole_rows: of the tiles that a prompt would have elsewhere."""
     num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
     ways, is_packed = [], whole_rows > 0 and is_crowded(problem, whole_rows)
     for body in bodies_of(problem):
         tile = _tile(problem, body)
+        if _is_surely_in_turn(problem, tile, sizes[0]):
+            return Way(body, tile, math.inf, 0.0)
         if is_packed:
             every = (costs.packed_prompts_us(x, tile, whole_rows, num_sms) for x in sizes)
             tiles = _mean(every)

@@ -323,7 +323,8 @@ def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
     sizes = Sizes(
         batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window, mean,
         (problem.q.shape[-1] + problem.v.shape[-1]) / 2, problem.has_lengths,
-        problem.cu_seqlens_q is not None, device_of(problem.q.device).peak_bytes_a_us * _OF_PEAK,
+        problem.cu_seqlens_q is not None and batch_size > 1,
+        device_of(problem.q.device).peak_bytes_a_us * _OF_PEAK,
     )  # fmt: skip
     if is_known:
         return (sizes,)

@@ -57,13 +57,14 @@ _APART = 0.12  # shares of many tiles are so much slower
 _LATE, _FEW_LATE, _FEW_ROUNDS = 0.4, 0.4, 1.6
 _LONGEST = 1.1  # whole tiles of caches that differ, by the longest: whatever others are
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
-# Of prompts: what is left of a tile's beginning and end where whole tiles differ; of the longest
+# Of prompts: what is left of a tile's beginning and end in whole tiles; of the longest
 # what the mean tile sees more than the mean; in turn where they are surely faster.
 _QUICK, _LONGER, _SURELY = 0.6, 0.34, 0.97
 _SHORT = 4  # stretches more in the share with the shortest tiles
 # Of prompts that `_sees_few` says: their tokens, without a window; a launch; a tile, and what 128
 # columns of it add, whole and of packed heads in turn; tiles of a sequence that are looked at.
 _FEW_TOKENS, _LOOKED_AT = 1280, 64
+_PROMPT, _PROMPT_LESS_US = 0.92, 1.7  # of whole tiles, of which not every multiprocessor has one
 _FEW_START_US, _FEW_TILE_US, _FEW_TURN_US = 6.7, (0.6, 1.5), (0.9, 2.1)
 
 
@@ -188,8 +189,7 @@ def _rounds_us(
 def _whole_unit_us(sizes: Sizes, width: int, block_m: int, block_n: int) -> float:
     has_mask = max(sizes.window_left, sizes.window_right) >= 0
     flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
-    if (width, block_m) == (96, 192):
-        flops = _ROWS192_FLOPS_A_US
+    flops = _ROWS192_FLOPS_A_US if (width, block_m) == (96, 192) else flops
     return 4 * block_m * block_n * width / flops
 
 
@@ -200,7 +200,8 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     work = _rounds_us(
         sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
-    return _START_US + _both(work, _all_bytes(sizes) / sizes.bytes_a_us)
+    us = _START_US + _both(work, _all_bytes(sizes) / sizes.bytes_a_us)
+    return _PROMPT * us - _PROMPT_LESS_US if sizes.is_prompt else us
 
 
 def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
@@ -212,13 +213,10 @@ def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
 def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Whole tiles of packed heads in turn: those that run at a time read the same keys."""
     tiles, tokens = _tiles(sizes, tile)
-    tile_us = _tile_us(tile.width)
-    work = _rounds_us(
-        sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_cut=True
-    )
-    pieces = 0.0
-    if sizes.is_ragged:  # of those that are longer than a multiprocessor's mean
-        pieces = min(1.0, num_sms / tiles / sizes.evenness)
+    one = tile.unit_us, _tile_us(tile.width), tile.block_n
+    work = _rounds_us(sizes, tiles, tokens, *one, num_sms, is_cut=True)
+    # Of those that are longer than a multiprocessor's mean.
+    pieces = min(1.0, num_sms / tiles / sizes.evenness) if sizes.is_ragged else 0.0
     work = _both(work, _all_bytes(sizes) / _rate(sizes, tile))
     return _begin_us(sizes) + work + pieces * tile.pieces_us
 
@@ -231,8 +229,8 @@ def whole_prompts_us(
     unit_us = _whole_unit_us(sizes, width, block_m, block_n)
     if _sees_few(sizes):
         return _few_us(sizes, tiles, block_m, unit_us, _FEW_TILE_US, width, block_n, num_sms)
-    tile_us = _tile_us(width) * (_QUICK if sizes.has_lengths else 1.0)
-    return _START_US + _prompts_us(sizes, tiles, unit_us, tile_us, block_n, num_sms)
+    begin_us = _QUICK * _tile_us(width)
+    return _START_US + _prompts_us(sizes, tiles, unit_us, begin_us, block_n, num_sms)
 
 
 def packed_prompts_us(
@@ -243,7 +241,7 @@ def packed_prompts_us(
     group = sizes.num_heads // sizes.num_kv_heads
     is_full = sizes.window_left < 0 and sizes.window_right < 0
     has_more = (sizes.has_lengths and group > 1) or (
-        tile.width > 64 and tile.block_m > whole_rows and (is_full or sizes.has_lengths)
+        tile.width > 64 and tile.block_m > whole_rows and is_full
     )
     if not _sees_few(sizes) and (sizes.window_left >= 0 or not has_more):
         return math.inf
@@ -261,8 +259,9 @@ def packed_prompts_us(
 
 def _sees_few(sizes: Sizes) -> bool:
     """Whether heads may be packed, of prompts of one length that see few blocks of keys."""
+    seen = sizes.seqlen_q if sizes.window_left < 0 else sizes.window_left
     is_alike = sizes.num_heads > sizes.num_kv_heads and not sizes.has_lengths
-    return is_alike and (sizes.window_left >= 0 or sizes.seqlen_q <= _FEW_TOKENS)
+    return is_alike and seen <= _FEW_TOKENS
 
 
 def _few_us(
@@ -299,7 +298,7 @@ def _prompts_us(
     if sizes.window_right >= 0:
         seen -= min(seen, seen if sizes.is_varlen else sizes.seqlen_q) / 2
     blocks, rounds = max(1.0, seen / block_n + 0.5), tiles / num_sms
-    if not sizes.has_lengths and sizes.window_right < 0:
+    if sizes.window_right < 0 and (sizes.batch_size == 1 or not sizes.has_lengths):
         blocks, rounds = math.ceil(seen / block_n), math.ceil(rounds)
     return rounds * (blocks * unit_us + tile_us)
 
@@ -354,7 +353,8 @@ def _cut(sizes: Sizes, tile: PackedTile, num_sms: int) -> tuple[float, int]:
     """(about how long it takes, blocks of keys of a part or 0)."""
     tiles, tokens = _tiles(sizes, tile)
     seen = blocks_seen(sizes, tokens, tile.block_n)
-    seen_mean = max(1.0, seen * sizes.evenness)
+    longer = _LONGER * (sizes.is_varlen and sizes.is_prompt) * (1 - sizes.evenness)
+    seen_mean = max(1.0, seen * (sizes.evenness + longer))
     share = max(LEAST_BLOCKS, math.ceil(tiles * seen_mean / num_sms))
     tiles_a_share = share / seen_mean
     stretches = min(share, 2 + tiles_a_share * (1 + _SHORT * (1 - sizes.evenness)))

@@ -19,7 +19,7 @@ from emulated import ROOT
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.problem import Problem, is_mappable
-from kernel_hub.ops.core.device import has_wgmma
+from kernel_hub.ops.core.device import PlannedGpu, has_wgmma, pretend
 from kernel_hub.ops.core.launch import forget_all
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
@@ -327,17 +327,23 @@ def test_short_sequences_are_the_portable_kernels() -> None:
     for short in (
         problem(64, 64), problem(16, 50), problem(256, 77, 40), problem(200, 200, **window),
         problem(200, 200, 32, softcap=2.0), problem(50, 50, 256, window_right=0),
-        varlen(200, 8 * 64), varlen(60, 400, 2, 256),
+        varlen(200, 8 * 64), varlen(60, 400, 2, 256), problem(257, 257), problem(320, 320),
+        problem(100, 100, 96, window_right=0), problem(140, 140, 104), varlen(150, 8 * 60, 1, 256),
     ):  # fmt: skip
-        assert SM90.is_short(short)
+        with pretend(PlannedGpu((9, 0), 132)):
+            assert SM90.is_short(short)
     lengths = torch.zeros(1, dtype=torch.int32)
     for other in (
-        problem(257, 257), problem(50, 300), problem(16, 65), problem(65, 65, 72),
-        problem(65, 65, window_right=0), problem(65, 65, softcap=2.0), varlen(257, 8 * 64),
+        problem(321, 321), problem(50, 300), problem(300, 200), problem(16, 65),
+        problem(65, 65, 72), problem(300, 300, 32, softcap=2.0), problem(140, 140, 96),
+        problem(65, 65, window_right=0), problem(65, 65, softcap=2.0), varlen(321, 8 * 64),
+        problem(100, 100, 128, window_right=0), problem(140, 140, 104, window_right=0),
+        problem(129, 129, 96, window_right=0), problem(161, 161, 104), varlen(219, 8 * 60, 1, 256),
         varlen(200, 8 * 65), varlen(60, 400, 2), varlen(60, 400, 4, 256),
         problem(50, 50, cache_seqlens=lengths), problem(50, 50, batch_invariant=True),
     ):  # fmt: skip
-        assert not SM90.is_short(other)
+        with pretend(PlannedGpu((9, 0), 132)):
+            assert not SM90.is_short(other)
     nobody = varlen(1, 0)._replace(batch_size=0)
     assert SM90.is_short(nobody)
 
@@ -351,3 +357,20 @@ def test_what_the_tma_takes() -> None:
     bad += [x[..., ::2], x[..., :4]]
     for each in bad:
         assert not is_mappable(each), each.stride()
+
+
+def test_softcap_of_narrow_heads_has_a_body_of_its_own() -> None:
+    """Of bf16: its windows of 64 columns know no softcap, whatever else is asked."""
+
+    def suffix(dtype: torch.dtype, head_dim: int = 64, **options: Any) -> str:
+        q = torch.zeros(1, 512, 2, head_dim, dtype=dtype)
+        body = SM90._choose(Problem(q, q, q, 1, 512, 512, 0.1, **options))
+        return str(body.suffix if body.mask == "window" else body.mask)
+
+    window = {"window_left": 60, "window_right": 0}
+    for options in ({}, window, {"window_right": 0}, {"batch_invariant": True}):
+        assert suffix(torch.bfloat16, softcap=20.0, **options) == "_capped"
+        assert suffix(torch.float16, softcap=20.0, **options) == ""
+        assert suffix(torch.bfloat16, 96, softcap=20.0, **options) == ""
+    assert suffix(torch.bfloat16, **window) == ""
+    assert suffix(torch.bfloat16) == "full"

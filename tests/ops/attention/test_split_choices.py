@@ -171,6 +171,25 @@ PROMPTS = [
     Prompts("whole", 6, 818, 0, (28, 4), window_left=127),  # 48.6, 55.9
     Prompts("whole", 10, 1307, 0, (20, 4), window_left=127),  # 85.9, 108
     Prompts("whole", 19, 968, 0, (16, 8), 256, window_left=127),  # 181, 200
+    # An H100; in brackets shares, where they are not tiles for all.
+    Prompts("whole", 6, 567, 2112, (6, 6), 32, False),  # 29.7, 36.7 (48.4)
+    Prompts("whole", 3, 597, 1399, (4, 4), 160, False),  # 28.2, 33.4 (35.7)
+    Prompts("whole", 1, 4224, 4224, (8, 8), 96),  # 65.9, 83.3
+    Prompts("whole", 1, 5418, 5418, (8, 8), 96),  # 84.5, 129
+    Prompts("whole", 16, 683, 2537, (8, 8), 96),
+    Prompts("tiles", 1, 2376, 2376, (8, 8), 72, False),  # 56.7, -; FlashAttention-3 46.8
+    Prompts("whole", 4, 269, 0, (3, 1)),  # 9.5, 10.6 (12.2)
+    Prompts("whole", 3, 301, 0, (2, 2), 80, False),  # 9.3, 10.5 (11.2)
+    Prompts("whole", 38, 482, 0, (2, 2), 80, False),  # 24.7, 27.8
+    Prompts("whole", 5, 715, 0, (2, 2), 104, False),  # 15.3, 16.7 (18.0)
+    Prompts("whole", 3, 605, 0, (3, 3), 32, False),  # 11.9, 11.7 (13.8)
+    Prompts("shares", 1, 2465, 0, (3, 3), 64, False),  # 32.3, 29.0 (20.3)
+    Prompts("shares", 1, 5568, 5568, (2, 2), 88, False),  # 67.5, 76.9 (56.4)
+    Prompts("whole", 5, 9268, 0, (4, 1), window_left=4095),  # 434, 507
+    Prompts("tiles", 74, 604, 0, (4, 4), 96),  # 99.1, 76.9
+    Prompts("tiles", 64, 511, 0, (8, 8), 96),  # 109, 92.6
+    Prompts("tiles", 83, 311, 0, (4, 4), 96),  # 47.2, 44.0
+    Prompts("whole", 64, 129, 0, (16, 16), 96),  # 44.4, 59.1
 ]
 
 
@@ -199,6 +218,11 @@ def test_steps_take(choice: Choice) -> None:
     variant = decode_plan.choose_variant(choice.head_dim, 2, rows, False, is_sm90=True)
     assert SPLIT.best_way(problem).us < decode_sm90.decode_us(problem, variant.rows)
     assert way_of(problem) == choice.way
+
+
+def test_pages_of_no_keys_are_planned() -> None:
+    problem = Choice("whole", 1, 633, 16, (4, 2), 32, 16, is_causal=False).problem
+    assert way_of(problem._replace(max_seqlen_k=0)) in ("shares", "tiles")
 
 
 # (head_dim, us of whole tiles, of shares): caches of equal lengths, rows of them narrow.

@@ -76,6 +76,12 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     for (int i = 0; i < emulator::kWarp; ++i) sum += all.peer(i);
     return sum;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    const emulator::Exchange<unsigned> all(emulator::kShuffle, value);
+    unsigned bits = 0;
+    for (int i = 0; i < emulator::kWarp; ++i) bits |= all.peer(i);
+    return bits;
+}
 inline unsigned atomicInc(unsigned* address, unsigned most) {
     const unsigned before = *address;
     *address = before >= most ? 0 : before + 1;
