@@ -205,38 +205,37 @@ __device__ __forceinline__ void attention_backward_sm90(
                  padded_head_dim, block_m});                                                      \
         })
 
-#define EXPORT_CONVERT(NAME, T)                                                                    \
-    DESCRIBED(                                                                                     \
-        flash_attention_backward_sm90_##NAME##_convert,                                            \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                   \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                        \
-        extern "C" __global__ void                                                                 \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                     \
-            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,      \
-            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,         \
-            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,                \
-            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,                \
-            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                  \
-            int num_kv_heads, int first_parted, int num_parts, int64_t num_blocks_q,               \
-            int num_tiles, int seqlen_q, int total_q, int head_dim, int padded_head_dim,           \
-            int block_m, int num_heads, int seqlen_k, int total_k, int block_n, int has_turns,     \
-            float softmax_scale) {                                                                 \
-            attention_convert_sm90<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},        \
-                                      workspace,                                                   \
-                                      {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q,   \
-                                       head_dim, padded_head_dim, block_m},                        \
-                                      num_heads,                                                   \
-                                      {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},       \
-                                       {dv, dv_batch_stride, dv_row_stride, dv_head_stride},       \
-                                       reinterpret_cast<const T*>(workspace + parts_at),           \
-                                       {num_blocks, num_pairs, pairs_per_group, num_kv_heads,      \
-                                        first_parted, num_parts},                                  \
-                                       cu_seqlens_k,                                               \
-                                       seqlen_k,                                                   \
-                                       total_k,                                                    \
-                                       block_n,                                                    \
-                                       has_turns != 0},                                            \
-                                      softmax_scale);                                              \
+#define EXPORT_CONVERT(NAME, T)                                                                   \
+    DESCRIBED(                                                                                    \
+        flash_attention_backward_sm90_##NAME##_convert,                                           \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                  \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                       \
+        extern "C" __global__ void                                                                \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                    \
+            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,     \
+            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,        \
+            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,               \
+            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,               \
+            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                 \
+            int num_kv_heads, int first_parted, int num_parts, int64_t num_blocks_q,              \
+            int num_tiles, int seqlen_q, int total_q, int head_dim, int padded_head_dim,          \
+            int block_m, int num_heads, int seqlen_k, int total_k, int block_n, int has_turns,    \
+            float softmax_scale) {                                                                \
+            attention_convert_sm90<T>(                                                            \
+                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, workspace,                  \
+                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,              \
+                 padded_head_dim, block_m},                                                       \
+                num_heads,                                                                        \
+                {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                            \
+                 {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                            \
+                 reinterpret_cast<const T*>(workspace + parts_at),                                \
+                 {num_blocks, num_pairs, pairs_per_group, num_kv_heads, first_parted, num_parts}, \
+                 cu_seqlens_k,                                                                    \
+                 seqlen_k,                                                                        \
+                 total_k,                                                                         \
+                 block_n,                                                                         \
+                 has_turns != 0},                                                                 \
+                softmax_scale);                                                                   \
         })
 
 // head_dim, then kBlockM.

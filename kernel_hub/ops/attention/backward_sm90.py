@@ -183,14 +183,16 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     pairs_a_group = 1
     if is_causal and not deterministic:
         pair_bytes = (2 * q.element_size() + 4) * group * seqlen_q * body.head_dim
-        pairs_a_group = max(1, min(num_pairs, _L2_BYTES // max(1, pair_bytes)))
+        most = max(1, _L2_BYTES // max(1, pair_bytes))
+        # Of one size: a small group at the end would begin with its longest works.
+        pairs_a_group = -(-num_pairs // -(-num_pairs // most))
     num_sms = device_of(q.device).num_sms
     parting = backward_works.parting(
         (seqlen_q, seqlen_k), (problem.window_left, problem.window_right), (body.block_m, block_n),
-        group, (num_pairs, pairs_a_group), num_sms, goes_on=body.goes_on, last_first=deterministic,
+        group, (num_pairs, pairs_a_group), num_sms, goes_on=body.goes_on, has_turns=deterministic,
     )  # fmt: skip
     num_works = key_blocks * num_pairs
-    num_parts = (num_works - parting.first) * parting.count
+    num_parts = (num_works - parting.first) * parting.blocks
     works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, *parting
     num_words = parts_at + num_parts * block_n * head_dim  # two of 16 bits, dk and dv
     workspace = q.new_empty((num_words,), dtype=torch.float32)

@@ -13,18 +13,19 @@ from typing import NamedTuple
 # What a work costs beside its rounds, in rounds: where a block goes on with the next one while it
 # ends the last, and where it does not. Of a part, dk and dv are written and read once more.
 _START_GOING_ON, _START = 1.5, 3.0
-_PART = 0.5
+_PART = 1.5
 _MOST_WORKS = 8  # a multiprocessor: with more of them the end is of no account
-_MOST_PARTS = 4  # a multiprocessor
-_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+_MOST_PARTS = 12  # a multiprocessor
+_COUNTS = (2, 3, 4, 6, 8, 12, 16)
 _LEAST_GAIN = 0.04
+_FEW_WORKS, _ENOUGH_PARTS = 2, 4  # a multiprocessor, with turns
 
 
 class Parting(NamedTuple):
-    """Works from the `first` on are shared by `count` blocks each."""
+    """Works from the `first` on are shared by so many blocks each."""
 
     first: int
-    count: int
+    blocks: int
 
 
 def rounds(
@@ -48,18 +49,18 @@ def rounds(
 
 def parting(
     lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], group: int,
-    pairs: tuple[int, int], num_sms: int, *, goes_on: bool, last_first: bool,
+    pairs: tuple[int, int], num_sms: int, *, goes_on: bool, has_turns: bool,
 ) -> Parting:  # fmt: skip
     """The quickest one found. pairs: of a sequence and a key head, and how many of them run
-    through their blocks of keys together; last_first: from the last block of keys to the first."""
+    through their blocks of keys together; has_turns: works add to dq one after another."""
     num_pairs, together = pairs
     num_works = -(-lengths[1] // tile[1]) * num_pairs
+    if has_turns:
+        return _by_heads(num_works, group, num_sms)
     best = Parting(num_works, 1)
     if num_works > _MOST_WORKS * num_sms:
         return best
     of_blocks = rounds(lengths, window, tile, group)
-    if last_first:
-        of_blocks.reverse()
     works: list[int] = []
     for first in range(0, num_pairs, together):
         size = min(together, num_pairs - first)
@@ -78,6 +79,17 @@ def parting(
             if taken < least:
                 best, least = Parting(first, count), taken
     return best
+
+
+def _by_heads(num_works: int, group: int, num_sms: int) -> Parting:
+    """With turns: all works by whole heads, or none. A part that began where one of higher keys
+    ends would wait for all of that one's rounds."""
+    if num_works >= _FEW_WORKS * num_sms:
+        return Parting(num_works, 1)
+    counts = (n for n in range(2, group) if group % n == 0)
+    enough = (n for n in counts if num_works * n >= _ENOUGH_PARTS * num_sms)
+    count = next(enough, group)
+    return Parting(0, count) if count > 1 else Parting(num_works, 1)
 
 
 def _until_done(costs: Sequence[float], num_sms: int) -> float:

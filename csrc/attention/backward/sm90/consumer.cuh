@@ -181,10 +181,10 @@ struct BackwardConsumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = thread_idx / 32 * 16 + lane_idx / 4 + 8 * r;
-            T* out = work.part < 0
-                         ? target.at(work.batch_idx, work.first_key_row + row, work.head_idx)
-                         : p.parts + (p.works.part_of(is_dv, work.part) * C::kBlockN + row) *
-                                         p.head_dim;
+            T* out =
+                work.part < 0
+                    ? target.at(work.batch_idx, work.first_key_row + row, work.head_idx)
+                    : p.parts + (p.works.part_of(is_dv, work.part) * C::kBlockN + row) * p.head_dim;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 32; ++i) {
                 uint32_t words[4];

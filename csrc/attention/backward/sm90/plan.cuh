@@ -46,11 +46,11 @@ struct BackwardConfig {
     static constexpr bool kKeepsProbs = kBlockM == 64 && !kHasRoles;
     // So many columns of 64 rows of v, with roles also of k in the first consumer, stay in
     // registers: what they have room for.
-    static constexpr int kKeptColumns =
-        kHeadDim == 32 || kHeadDim == 96 || kHeadDim == 160 ? kHeadDim
-        : kHeadDim == 128 || kHeadDim == 224                ? 64
-        : kHeadDim == 192                                   ? 128
-                                                            : 0;
+    static constexpr int kKeptColumns = kHeadDim == 32 || kHeadDim == 96 || kHeadDim == 160
+                                            ? kHeadDim
+                                        : kHeadDim == 128 || kHeadDim == 224 ? 64
+                                        : kHeadDim == 192                    ? 128
+                                                                             : 0;
     // Whether the next scores are under way while dq is left: there, +1 %; at 96, -2 to -6 %.
     static constexpr bool kScoresFirst = kHeadDim <= 64;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -100,13 +100,13 @@ struct Workspace {
           turns(has_turns ? taken + 1 : nullptr) {}
 };
 
-// A block of keys of a head of dk and dv is a work. Those from `first_parted` on, the last ones, are
-// shared by `num_parts` blocks each, where all of them whole would end unevenly.
+// A block of keys of a head of dk and dv is a work. Those from `first_parted` on, the last ones,
+// are shared by `num_parts` blocks each, where all of them whole would end unevenly.
 struct Works {
-    int num_blocks;          // of keys, of the longest sequence
-    int num_pairs;           // of a sequence and a head of dk
-    int pairs_per_group;     // this many run through their blocks of keys together
-    int num_heads;           // of dk
+    int num_blocks;       // of keys, of the longest sequence
+    int num_pairs;        // of a sequence and a head of dk
+    int pairs_per_group;  // this many run through their blocks of keys together
+    int num_heads;        // of dk
     int first_parted, num_parts;
 
     // How many blocks there is work for.
@@ -141,7 +141,7 @@ struct BackwardParameters {
     int* flag;  // what tables led outside (bounds.cuh), or null
     const CUtensorMap *q, *k, *v, *dout;
     const int *cu_seqlens_q, *cu_seqlens_k, *cache_seqlens;
-    int64_t num_blocks_q;    // of a head, in the workspace
+    int64_t num_blocks_q;  // of a head, in the workspace
     Works works;
     int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest
     int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
@@ -229,8 +229,8 @@ __device__ __forceinline__ int first_block_of(const int* cu_seqlens_q, int first
 
 // What a block works on; kept in shared memory, because the sums leave no registers for it.
 struct BackwardWork : Work {
-    int head_idx;        // of dk and dv
-    int begin_head;      // of q, and the block of its queries, where the work begins
+    int head_idx;    // of dk and dv
+    int begin_head;  // of q, and the block of its queries, where the work begins
     int begin_m;
     int part;            // of which parts of dk and dv this makes; -1: all
     int first_block;     // of queries: the sequence's first one in a head's part of the workspace

@@ -140,8 +140,7 @@ struct BackwardProducer {
         const int keys = is_varlen || p.cache_seqlens ? work.window.num_keys : C::kBlockN;
         load<C::kBlockN>(shared.base + (is_v ? C::kV : C::kK), is_v ? p.v : p.k,
                          is_v ? shared.v_full() : shared.k_full(), work.first_key_row,
-                         work.head_idx, is_varlen ? 0 : work.batch_idx, keys, 0,
-                         nullptr);
+                         work.head_idx, is_varlen ? 0 : work.batch_idx, keys, 0, nullptr);
     }
 
     __device__ __forceinline__ void load_all(const BackwardWork& work) {

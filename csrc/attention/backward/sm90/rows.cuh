@@ -149,8 +149,8 @@ __device__ __forceinline__ void add_parts(const Parts<T>& p, int nth, int head_d
 #pragma unroll 4
         for (int i = 0; i < works.num_parts; ++i) {
             float values[8];
-            unpack<T>(
-                ld_global(parts + static_cast<int64_t>(i) * p.block_n * head_dim + column), values);
+            unpack<T>(ld_global(parts + static_cast<int64_t>(i) * p.block_n * head_dim + column),
+                      values);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 sums[e] += values[e];
