@@ -13,9 +13,10 @@
 // a new block): sums of dq [head][block][panel of 64 columns or what is left][16 rows][8 columns]
 // [fragment], row values [head][row].
 //   ..._delta    a block 16 rows of a head: delta, lse in units of log 2, zeros for the sums of dq
-//   (main)       a block 128 keys, of wide heads 64: loops over `heads_per_block` query heads (the
-//                whole group, or one, where dk and dv are then those of one query head and summed
-//                afterwards) and over the blocks of kBlockM queries that see the keys
+//   (main)       a work is 128 keys, of wide heads 64: loops over the query heads of a group and
+//                over the blocks of kBlockM queries that see the keys. Works at the end, which
+//                would leave multiprocessors idle, are shared by several blocks: each makes a part
+//                of dk and dv from its share of those rounds
 //   ..._convert  a block 16 rows of a head: dq from the sums; or dk or dv from its parts
 // Each waits for the launch before it: the main kernel once it has set up and asked for its first
 // tiles, which are older than that launch. Under the main kernel's end the next one begins.
@@ -150,14 +151,15 @@ __device__ __forceinline__ void attention_backward_sm90(
             const __grid_constant__ CUtensorMap dout, const int* cu_seqlens_q,                     \
             const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,            \
             int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                \
-            int64_t dv_row_stride, int64_t dv_head_stride, int64_t num_blocks_q, int num_blocks,   \
-            int num_pairs, int pairs_per_group, int seqlen_q, int seqlen_k, int total_q,           \
-            int total_k, int num_heads, int group, int heads_per_block, int head_dim,              \
-            int window_left, int window_right, int has_turns, float softmax_scale) {               \
+            int64_t dv_row_stride, int64_t dv_head_stride, int64_t parts_at, int num_blocks,       \
+            int num_pairs, int pairs_per_group, int num_kv_heads, int first_parted, int num_parts, \
+            int64_t num_blocks_q, int seqlen_q, int seqlen_k, int total_q, int total_k, int group, \
+            int head_dim, int window_left, int window_right, int has_turns, float softmax_scale) { \
             attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                         \
                 {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                       \
                  .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                       \
-                 .workspace = {workspace, num_heads * num_blocks_q * BLOCK_M, HEAD_DIM,            \
+                 .parts = reinterpret_cast<T*>(workspace + parts_at),                              \
+                 .workspace = {workspace, num_kv_heads * group * num_blocks_q * BLOCK_M, HEAD_DIM, \
                                has_turns != 0},                                                    \
                  .flag = flag,                                                                     \
                  .q = &q,                                                                          \
@@ -168,16 +170,13 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .cu_seqlens_k = cu_seqlens_k,                                                     \
                  .cache_seqlens = cache_seqlens,                                                   \
                  .num_blocks_q = num_blocks_q,                                                     \
-                 .num_blocks = num_blocks,                                                         \
-                 .num_pairs = num_pairs,                                                           \
-                 .pairs_per_group = pairs_per_group,                                               \
+                 .works = {num_blocks, num_pairs, pairs_per_group, num_kv_heads, first_parted,     \
+                           num_parts},                                                             \
                  .seqlen_q = seqlen_q,                                                             \
                  .seqlen_k = seqlen_k,                                                             \
                  .total_q = total_q,                                                               \
                  .total_k = total_k,                                                               \
-                 .num_heads = num_heads,                                                           \
                  .group = group,                                                                   \
-                 .heads_per_block = heads_per_block,                                               \
                  .head_dim = head_dim,                                                             \
                  .window_left = window_left,                                                       \
                  .window_right = window_right,                                                     \
@@ -206,37 +205,42 @@ __device__ __forceinline__ void attention_backward_sm90(
                  padded_head_dim, block_m});                                                      \
         })
 
-#define EXPORT_CONVERT(NAME, T)                                                                    \
-    DESCRIBED(                                                                                     \
-        flash_attention_backward_sm90_##NAME##_convert,                                            \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                   \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                        \
-        extern "C" __global__ void                                                                 \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                     \
-            T* dq, const float* dq_sums, const int* cu_seqlens_q, T* dk, T* dv, const T* dk_parts, \
-            const T* dv_parts, int64_t dq_batch_stride, int64_t dq_row_stride,                     \
-            int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q,             \
-            int total_q, int head_dim, int padded_head_dim, int block_m, int num_blocks,           \
-            int num_heads, int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride, \
-            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride, int num_parts, \
-            int num_kv_heads, int num_key_rows, int batch_key_rows, float softmax_scale) {         \
-            attention_convert_sm90<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},        \
-                                      dq_sums,                                                     \
-                                      {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q,   \
-                                       head_dim, padded_head_dim, block_m},                        \
-                                      num_blocks, num_heads,                                       \
-                                      {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},       \
-                                       {dv, dv_batch_stride, dv_row_stride, dv_head_stride},       \
-                                       dk_parts,                                                   \
-                                       dv_parts,                                                   \
-                                       num_parts,                                                  \
-                                       num_kv_heads,                                               \
-                                       num_key_rows,                                               \
-                                       batch_key_rows},                                            \
-                                      softmax_scale);                                              \
+#define EXPORT_CONVERT(NAME, T)                                                                   \
+    DESCRIBED(                                                                                    \
+        flash_attention_backward_sm90_##NAME##_convert,                                           \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                  \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                       \
+        extern "C" __global__ void                                                                \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                    \
+            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,     \
+            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,        \
+            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,               \
+            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,               \
+            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                 \
+            int num_kv_heads, int first_parted, int num_parts, int64_t num_blocks_q,              \
+            int num_tiles, int seqlen_q, int total_q, int head_dim, int padded_head_dim,          \
+            int block_m, int num_heads, int seqlen_k, int total_k, int block_n, int has_turns,    \
+            float softmax_scale) {                                                                \
+            attention_convert_sm90<T>(                                                            \
+                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, workspace,                  \
+                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,              \
+                 padded_head_dim, block_m},                                                       \
+                num_heads,                                                                        \
+                {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                            \
+                 {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                            \
+                 reinterpret_cast<const T*>(workspace + parts_at),                                \
+                 {num_blocks, num_pairs, pairs_per_group, num_kv_heads, first_parted, num_parts}, \
+                 cu_seqlens_k,                                                                    \
+                 seqlen_k,                                                                        \
+                 total_k,                                                                         \
+                 block_n,                                                                         \
+                 has_turns != 0},                                                                 \
+                softmax_scale);                                                                   \
         })
 
 // head_dim, then kBlockM.
+EXPORT_BACKWARD(bf16_hdim32_rows128, __nv_bfloat16, 32, 128)
+EXPORT_BACKWARD(fp16_hdim32_rows128, __half, 32, 128)
 EXPORT_BACKWARD(bf16_hdim64_rows128, __nv_bfloat16, 64, 128)
 EXPORT_BACKWARD(fp16_hdim64_rows128, __half, 64, 128)
 EXPORT_BACKWARD(bf16_hdim96_rows64, __nv_bfloat16, 96, 64)
@@ -247,6 +251,8 @@ EXPORT_BACKWARD(bf16_hdim160_rows64, __nv_bfloat16, 160, 64)
 EXPORT_BACKWARD(fp16_hdim160_rows64, __half, 160, 64)
 EXPORT_BACKWARD(bf16_hdim192_rows64, __nv_bfloat16, 192, 64)
 EXPORT_BACKWARD(fp16_hdim192_rows64, __half, 192, 64)
+EXPORT_BACKWARD(bf16_hdim224_rows64, __nv_bfloat16, 224, 64)
+EXPORT_BACKWARD(fp16_hdim224_rows64, __half, 224, 64)
 EXPORT_BACKWARD(bf16_hdim256_rows64, __nv_bfloat16, 256, 64)
 EXPORT_BACKWARD(fp16_hdim256_rows64, __half, 256, 64)
 

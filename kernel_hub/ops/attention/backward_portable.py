@@ -105,15 +105,15 @@ def launch(
     tables: Tables, addresses: tuple[int, ...],
 ) -> None:  # fmt: skip
     """What was planned. given: as `Gradients`; addresses: those of q, k, v and dout."""
+    if plan.boxes:
+        sm90.launch(plan, qkv, given, tables, addresses)
+        return
     made = None
     if (like := plan.parts) is not None:
         # What no kernel writes, past the end of a sequence, must be 0 in the sum.
         has_gaps = tables.cu_seqlens_k is not None or tables.cache_seqlens is not None
         make = torch.zeros_like if has_gaps else _empty_like
         made = make(like), make(like)
-    if plan.boxes:
-        sm90.launch(plan, qkv, given, made, tables, addresses)
-        return
     (delta, lse_log2, sums, turns) = [None if x is None else _empty_like(x) for x in plan.workspace]
     out, lse, dout, dq, dk, dv = given
     flag, cu_q, cu_k, cache_seqlens, alibi_slopes = tables
@@ -168,20 +168,20 @@ def _plan(
     device: PlannedGpu, problem: Problem, given: Gradients, deterministic: bool
 ) -> BackwardPlan:
     """Choose the kernels and make their launches."""
+    if sm90.is_enabled and device.has_wgmma and sm90.applies(problem, given):
+        return sm90.plan(problem, given, deterministic=deterministic)
     variant = choose(problem.q.shape[-1], device.shared_bytes)
-    is_hopper = sm90.is_enabled and device.has_wgmma and sm90.applies(problem, given)
     (num_heads, head_dim), num_kv_heads = problem.q.shape[-2:], problem.k.shape[-2]
-    body = sm90.body_of(problem) if is_hopper else None
-    facts = body.stated if body else stated(variant)
-    key_blocks = -(-problem.max_seqlen_k // facts.sizes["block_n"]) * problem.batch_size
+    block_n = stated(variant).sizes["block_n"]
+    key_blocks = -(-problem.max_seqlen_k // block_n) * problem.batch_size
     parts, heads_a_block = None, num_heads // num_kv_heads
     if num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * device.num_sms:
         group, heads_a_block = heads_a_block, _heads_a_block(key_blocks, problem, device.num_sms)
         parts = given.dk.new_empty((*problem.k.shape[:-1], group // heads_a_block, head_dim))
-    make = sm90.plan if is_hopper else functools.partial(_portable_plan, variant)
-    return make(
-        problem, given, heads_a_block=heads_a_block, parts=parts, deterministic=deterministic
-    )
+    return _portable_plan(
+        variant, problem, given, heads_a_block=heads_a_block, parts=parts,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def _heads_a_block(key_blocks: int, problem: Problem, num_sms: int) -> int:
@@ -206,7 +206,9 @@ def _portable_plan(
     variant: str, problem: Problem, given: Gradients, *, heads_a_block: int,
     parts: torch.Tensor | None, deterministic: bool,
 ) -> BackwardPlan:  # fmt: skip
-    """The launches with `variant` as the main kernel, of what `sm90.plan` is told."""
+    """The launches with `variant` as the main kernel. One head of its dk and dv for each
+    heads_a_block query heads; parts: what they are made like if they are not the gradients
+    themselves."""
     q, k, v = problem.q, problem.k, problem.v
     out, lse, dout, dq, dk, dv = given
     if parts is not None:

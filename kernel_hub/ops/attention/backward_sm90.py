@@ -5,7 +5,6 @@ Knows the canonical `Problem` and the kernels of csrc/attention/flash_attention_
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from ..core import common
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Memory
+from . import backward_works
 from .problem import (
     SCALES,
     Gradients,
@@ -33,7 +33,6 @@ CUBIN = "flash_attention_backward_sm90"
 _L2_BYTES = 32 << 20
 # Columns of shared memory's rows.
 _PANEL = 64
-_LEAST_HEAD_DIM = 40
 # That of the kernel's 32-bit sums of two lengths and a window, and of its grid.
 _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 65535
@@ -71,8 +70,8 @@ class Body(NamedTuple):
 
 
 BODIES = (
-    Body(64, 128, goes_on=True), Body(96, 64, goes_on=True), Body(128, 64), Body(160, 64),
-    Body(192, 64), Body(256, 64),
+    Body(32, 128, goes_on=True), Body(64, 128, goes_on=True), Body(96, 64, goes_on=True),
+    Body(128, 64), Body(160, 64), Body(192, 64), Body(224, 64), Body(256, 64),
 )  # fmt: skip
 
 
@@ -102,8 +101,8 @@ class BackwardPlan(NamedTuple):
     before: what the rows of queries need, then main, over blocks of keys, then after, which rounds
     dq. workspace: what each piece of it is made like. boxes: rows of the tensor maps of q and of k;
     () where kernels take pointers. maps: those of addresses that were met.
-    parts: what dk and dv of single query heads (..., num_kv_heads, heads of a group, head_dim),
-    whose sums the gradients are, are made like; or None.
+    parts: where kernels take pointers, what dk and dv of single query heads (..., num_kv_heads,
+    heads of a group, head_dim), whose sums the gradients are, are made like; or None.
     """
 
     before: BackwardLaunch
@@ -116,10 +115,7 @@ class BackwardPlan(NamedTuple):
 
 
 def choose(head_dim: int) -> Body | None:
-    """The smallest head_dim that holds this one; None where there is none, or a narrow head is
-    better served by the portable kernel of its own width."""
-    if head_dim < _LEAST_HEAD_DIM:
-        return None
+    """The smallest head_dim that holds this one; None where there is none."""
     return next((body for body in BODIES if body.head_dim >= head_dim), None)
 
 
@@ -155,12 +151,8 @@ def fits(problem: Problem, given: Gradients) -> bool:
     )
 
 
-def plan(
-    problem: Problem, given: Gradients, *, heads_a_block: int, parts: torch.Tensor | None,
-    deterministic: bool,
-) -> BackwardPlan:  # fmt: skip
-    """The launches where `applies`. One head of the main kernel's dk and dv for each heads_a_block
-    query heads; parts: what they are made like if they are not the gradients themselves."""
+def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> BackwardPlan:
+    """The launches where `applies`."""
     q, k = problem.q, problem.k
     out, lse, dout, dq, dk, dv = given
     cu_q = problem.cu_seqlens_q
@@ -182,7 +174,27 @@ def plan(
         num_blocks_q = q.shape[0] // body.block_m + batch_size
     num_rows = num_heads * num_blocks_q * body.block_m
     has_turns = int(deterministic)
-    num_words = num_rows * (body.head_dim + 2) + 1 + 2 * has_turns * num_heads * num_blocks_q
+    parts_at = num_rows * (body.head_dim + 2) + 1 + 2 * has_turns * num_heads * num_blocks_q
+    parts_at = -(-parts_at // 4) * 4  # in units of 16 bytes
+
+    key_blocks, block_n = body.key_blocks(problem), stated.sizes["block_n"]
+    num_pairs, group = batch_size * num_kv_heads, num_heads // num_kv_heads
+    # Causal: the blocks with the most queries first, but those of a few heads after another.
+    pairs_a_group = 1
+    if is_causal and not deterministic:
+        pair_bytes = (2 * q.element_size() + 4) * group * seqlen_q * body.head_dim
+        most = max(1, _L2_BYTES // max(1, pair_bytes))
+        # Of one size: a small group at the end would begin with its longest works.
+        pairs_a_group = -(-num_pairs // -(-num_pairs // most))
+    num_sms = device_of(q.device).num_sms
+    parting = backward_works.parting(
+        (seqlen_q, seqlen_k), (problem.window_left, problem.window_right), (body.block_m, block_n),
+        group, (num_pairs, pairs_a_group), num_sms, goes_on=body.goes_on, has_turns=deterministic,
+    )  # fmt: skip
+    num_works = key_blocks * num_pairs
+    num_parts = (num_works - parting.first) * parting.blocks
+    works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, *parting
+    num_words = parts_at + num_parts * block_n * head_dim  # two of 16 bits, dk and dv
     workspace = q.new_empty((num_words,), dtype=torch.float32)
 
     row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
@@ -193,56 +205,39 @@ def plan(
         (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, has_turns),
     )  # fmt: skip
     # The last kernel also adds up parts of dk and dv, by more blocks of as many rows.
-    num_key_rows = math.prod(k.shape[:-2])
-    grid = (num_tiles, num_heads, 1)
-    if parts is not None:
-        key_tiles = -(-num_key_rows // rows.sizes["block_m"])
-        grid = (max(num_tiles, key_tiles), num_heads + 2 * num_kv_heads, 1)
+    part_tiles = 2 * (num_works - parting.first) * block_n // rows.sizes["block_m"]
+    grid = (num_tiles, num_heads + -(-part_tiles // num_tiles), 1)
     after = BackwardLaunch(
         common.shipped(CUBIN, convert), grid, rows.block, rows.shared_bytes,
         (
-            *strides_of(dq), *place, num_tiles, num_heads, *strides_of(dk), *strides_of(dv),
-            num_heads // num_kv_heads // heads_a_block, num_kv_heads, num_key_rows, k.shape[-3],
-            float(problem.softmax_scale),
+            *strides_of(dq), *strides_of(dk), *strides_of(dv), *works, *place, num_heads, seqlen_k,
+            total_k, block_n, has_turns, float(problem.softmax_scale),
         ),
     )  # fmt: skip
 
-    key_blocks = body.key_blocks(problem)
-    num_pairs = batch_size * num_heads // heads_a_block
-    # Causal: the blocks with the most queries first, but those of a few heads after another.
-    pairs_a_group = 1
-    if is_causal and not deterministic:
-        pair_bytes = (2 * q.element_size() + 4) * heads_a_block * seqlen_q * body.head_dim
-        pairs_a_group = max(1, min(num_pairs, _L2_BYTES // max(1, pair_bytes)))
-    if parts is not None:
-        dk = dv = parts.flatten(-3, -2)
-    num_blocks = key_blocks * num_pairs
+    num_blocks = parting.first + num_parts
     if body.goes_on:
-        num_blocks = min(num_blocks, device_of(q.device).num_sms)
+        num_blocks = min(num_blocks, num_sms)
     main = BackwardLaunch(
         common.shipped(CUBIN, name), (num_blocks, 1, 1), stated.block,
         stated.shared_bytes,
         (
-            *strides_of(dk), *strides_of(dv),
-            num_blocks_q, key_blocks, num_pairs, pairs_a_group, seqlen_q, seqlen_k,
-            total_q, total_k, num_heads, num_heads // num_kv_heads, heads_a_block, head_dim,
-            problem.window_left, problem.window_right, has_turns, float(problem.softmax_scale),
+            *strides_of(dk), *strides_of(dv), *works, num_blocks_q, seqlen_q, seqlen_k, total_q,
+            total_k, group, head_dim, problem.window_left, problem.window_right, has_turns,
+            float(problem.softmax_scale),
         ),
     )  # fmt: skip
-    boxes = body.block_m, stated.sizes["block_n"]
-    return BackwardPlan(
-        before, main, after, (common.emptied(workspace),), boxes,
-        None if parts is None else common.emptied(parts), Memory(),
-    )  # fmt: skip
+    boxes = body.block_m, block_n
+    return BackwardPlan(before, main, after, (common.emptied(workspace),), boxes, None, Memory())
 
 
 def launch(
     plan: BackwardPlan, qkv: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...],
-    made: tuple[torch.Tensor, torch.Tensor] | None, tables: Tables, addresses: tuple[int, ...],
+    tables: Tables, addresses: tuple[int, ...],
 ) -> None:  # fmt: skip
     """The three kernels of a plan, q, k, v and dout, which lie at `addresses`, by tensor maps.
 
-    given: as `Gradients`; made: parts of dk and dv where the plan has parts."""
+    given: as `Gradients`."""
     before, main, after, (like,), boxes, _, maps = plan
     out, lse, dout, dq, dk, dv = given
     flag, cu_seqlens_q, cu_seqlens_k, cache_seqlens, _ = tables
@@ -252,7 +247,6 @@ def launch(
         pairs = zip((*qkv, dout), (rows, keys, keys, rows), strict=True)
         operands = maps.keep(addresses, tuple([tensor_map(x, box) for x, box in pairs]))
     workspace = _empty_like(like)
-    dk_parts, dv_parts = made or (None, None)
     # Each kernel waits for the one before it.
     function, grid, block, shared_bytes, numbers = before
     function(
@@ -263,13 +257,13 @@ def launch(
     function(
         grid, block, shared_bytes, None,
         (
-            *(made or (dk, dv)), workspace, flag, *operands, cu_seqlens_q, cu_seqlens_k,
-            cache_seqlens, *numbers,
+            dk, dv, workspace, flag, *operands, cu_seqlens_q, cu_seqlens_k, cache_seqlens,
+            *numbers,
         ),
         programmatic=True,
     )  # fmt: skip
     function, grid, block, shared_bytes, numbers = after
     function(
         grid, block, shared_bytes, None,
-        (dq, workspace, cu_seqlens_q, dk, dv, dk_parts, dv_parts, *numbers), programmatic=True,
+        (dq, workspace, cu_seqlens_q, cu_seqlens_k, dk, dv, *numbers), programmatic=True,
     )  # fmt: skip

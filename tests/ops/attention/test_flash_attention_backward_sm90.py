@@ -24,7 +24,7 @@ SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
 BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
 DTYPES = ["fp16", "bf16"]
 # Those of the compiled kernels, and some that fill one in part.
-HEAD_DIMS = [40, 64, 72, 96, 104, 128, 136, 160, 192, 200, 256]
+HEAD_DIMS = [24, 32, 40, 64, 72, 96, 104, 128, 136, 160, 192, 200, 224, 256]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -84,7 +84,7 @@ def test_windows(hopper: list[int], window_size: tuple[int, int]) -> None:
     for lengths_q, lengths_k in (((330,), (900,)), ((900,), (330,))):
         case = Case(lengths_q=lengths_q, lengths_k=lengths_k, window_size=window_size,
                     backward=True, deterministic=True, seed=1)  # fmt: skip
-        for head_dim in (64, 96, 128, 160, 192, 256):
+        for head_dim in (32, 64, 96, 128, 160, 192, 224, 256):
             run(dataclasses.replace(case, head_dim=head_dim, num_heads=4), "cuda")
     assert hopper
 
@@ -94,7 +94,7 @@ def test_windows(hopper: list[int], window_size: tuple[int, int]) -> None:
     "options",
     [
         {"layout": "unaligned"}, {"softcap": 2.0}, {"alibi": "heads"}, {"softmax_scale": -0.3},
-        {"head_dim": 32}, {"head_dim": 192, "softcap": 9.0},
+        {"head_dim": 32, "softcap": 3.0}, {"head_dim": 192, "softcap": 9.0},
     ],
     ids=str,
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_the_portable_kernels_on_hopper(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160, 192, 224, 256])
 def test_deterministic_repeats_its_bits(hopper: list[int], head_dim: int, causal: bool) -> None:
     # More blocks of keys than run at once, and heads that share their keys.
     leaves = [
@@ -155,7 +155,7 @@ cases = [
     gradients(4, 1024, 8, 8, 128), gradients(1, 130, 2, 1, 64, causal=True),
     gradients(9, 515, 4, 2, 96, window_size=(100, 7)), gradients(2, 777, 16, 4, 64),
     gradients(3, 333, 6, 6, 128, causal=True), gradients(5, 400, 4, 2, 256, causal=True),
-    gradients(4, 300, 6, 3, 192), gradients(5, 270, 4, 2, 152),
+    gradients(4, 300, 6, 3, 192), gradients(5, 270, 4, 2, 152), gradients(1, 900, 3, 3, 32),
 ]
 """
 
@@ -178,9 +178,11 @@ def test_cpu_tensors_never_take_them() -> None:
 def test_which_body() -> None:
     chosen = {d: SM90.choose(d) for d in range(8, 272, 8)}
     assert {d: body.head_dim for d, body in chosen.items() if body} == {
-        **dict.fromkeys(range(40, 72, 8), 64), **dict.fromkeys(range(72, 104, 8), 96),
+        **dict.fromkeys(range(8, 40, 8), 32), **dict.fromkeys(range(40, 72, 8), 64),
+        **dict.fromkeys(range(72, 104, 8), 96),
         **dict.fromkeys(range(104, 136, 8), 128), **dict.fromkeys(range(136, 168, 8), 160),
-        **dict.fromkeys(range(168, 200, 8), 192), **dict.fromkeys(range(200, 264, 8), 256),
+        **dict.fromkeys(range(168, 200, 8), 192), **dict.fromkeys(range(200, 232, 8), 224),
+        **dict.fromkeys(range(232, 264, 8), 256),
     }  # fmt: skip
     assert {body for body in chosen.values() if body} == set(SM90.BODIES)
 

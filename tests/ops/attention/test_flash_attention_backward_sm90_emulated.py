@@ -16,7 +16,7 @@ from emulated_attention import hopper_attention
 from ways import Way
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
-BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
+WORKS: Any = importlib.import_module("kernel_hub.ops.attention.backward_works")
 DRAWN = 12
 # A block of threads is emulated at some 10^6 scores a second.
 MAX_SCORES = 120_000
@@ -51,7 +51,7 @@ def drawn(generator: random.Random) -> Case:
         if is_small and is_mapped:
             break
     return dataclasses.replace(
-        case, head_dim=8 * generator.randrange(5, 33), own_head_dim_v=None, backward=True,
+        case, head_dim=8 * generator.randrange(1, 33), own_head_dim_v=None, backward=True,
         softcap=0.0, alibi="", softmax_scale=None, magnitude=1.0, twice=False,
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_drawn(bodies: list[str], monkeypatch: pytest.MonkeyPatch, index: int) -
     assert bodies, case
 
 
-@pytest.mark.parametrize("head_dim", [72, 96, 128, 152, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [72, 96, 128, 152, 160, 192, 224, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 19)}], ids=str)
 def test_many_blocks(
     bodies: list[str],
@@ -84,22 +84,21 @@ def test_many_blocks(
     assert set(bodies) == {f"{SM90.CUBIN}_bf16_hdim{width}_rows64"}
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
-def test_parts_of_groups(bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
-    # Two key heads make too few blocks, parts of two query heads enough.
+@pytest.mark.parametrize("head_dim", [24, 64, 96, 128, 160, 224, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 19)}], ids=str)
+@pytest.mark.parametrize("layout", ["bshd", "varlen"])
+def test_parts(
+    bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int, options: dict[str, Any],
+    layout: str,
+) -> None:  # fmt: skip
+    # The first work whole, the others by three blocks each, some of which have no round.
+    is_ragged = layout == "varlen"
+    lengths = (150, 40) if is_ragged else (150,)
     case = Case(
-        head_dim=head_dim, num_heads=16, num_kv_heads=2, lengths_q=(70,), lengths_k=(60,),
-        causal=True, backward=True, deterministic=True,
+        head_dim=head_dim, num_heads=4, num_kv_heads=2, lengths_q=lengths, lengths_k=lengths,
+        layout=layout, backward=True, deterministic=True, **options,
     )  # fmt: skip
-    parts: list[Any] = []
-    plan = BACKWARD._plan
-
-    def kept(*given: Any) -> Any:
-        planned = plan(*given)
-        parts.append(tuple(planned.parts.shape))
-        return planned
-
-    monkeypatch.setattr(BACKWARD, "_plan", kept)
+    monkeypatch.setattr(WORKS, "parting", lambda *given, **more: WORKS.Parting(1, 3))
     with hopper_attention(monkeypatch, 2):
         run(case, "cpu")
-    assert bodies and parts == [(1, 60, 2, 4, head_dim)]
+    assert bodies

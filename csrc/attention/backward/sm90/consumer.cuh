@@ -170,16 +170,21 @@ struct BackwardConsumer {
                              BackwardShared<C>::kDqThreads);
     }
 
-    // Writes 64 rows of dk or dv.
-    __device__ __forceinline__ void store(const Heads<T>& target, const float (&sums)[kHeadDim / 2],
-                                          float factor, const BackwardWork& work) {
+    // Writes 64 rows of dk or dv, or of a part of them.
+    __device__ __forceinline__ void store(bool is_dv, const float (&sums)[kHeadDim / 2],
+                                          const BackwardWork& work) {
+        const Heads<T>& target = is_dv ? p.dv : p.dk;
+        const float factor = is_dv ? 1.0f : p.softmax_scale;
         const int thread_idx = C::kHasRoles ? threadIdx.x % 128 : threadIdx.x - 128;
         const int lane_idx = thread_idx % 32;
         const int first_column = 8 * (lane_idx % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = thread_idx / 32 * 16 + lane_idx / 4 + 8 * r;
-            T* out = target.at(work.batch_idx, work.first_key_row + row, work.head_idx);
+            T* out =
+                work.part < 0
+                    ? target.at(work.batch_idx, work.first_key_row + row, work.head_idx)
+                    : p.parts + (p.works.part_of(is_dv, work.part) * C::kBlockN + row) * p.head_dim;
 #pragma unroll
             for (int i = 0; i < kHeadDim / 32; ++i) {
                 uint32_t words[4];
@@ -267,9 +272,9 @@ struct BackwardConsumer {
             walk<C::kDqRegisters>(work, dk, dv);
         }
         if (work.num_iterations == 0) {
-            store(p.dv, dv, 1.0f, work);
+            store(true, dv, work);
         }
-        store(p.dk, dk, p.softmax_scale, work);
+        store(false, dk, work);
     }
 
     __device__ __forceinline__ void issue_scores_of(int i, float (&scores)[kScores]) {
@@ -282,7 +287,7 @@ struct BackwardConsumer {
     template <int kCount>
     __device__ __forceinline__ void walk(const BackwardWork& work, float (&dk)[kHeadDim / 2],
                                          float (&dv)[kHeadDim / 2]) {
-        int m = work.first_m;
+        int m = work.begin_m;
         float scores[kScores], dp[kScores];
         leave_undefined(scores);
         leave_undefined(dp);
@@ -371,7 +376,7 @@ struct BackwardConsumer {
         mbarrier_wait(shared.ds_full(stage), last / 2 % 2);
         leave_undefined(dq);
         issue_dq(dq, stage);
-        store(p.dv, dv, 1.0f, work);
+        store(true, dv, work);
         wgmma_wait<0>();
         hold_registers(dq);
         hold_registers(dk);

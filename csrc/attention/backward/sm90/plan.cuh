@@ -38,26 +38,27 @@ struct BackwardConfig {
     static constexpr bool kSplitsRows = kBlockM == 128;
     static constexpr int kDqParts = kSplitsRows ? kConsumers : kPanels;
     static constexpr int kFirstParts = kHasRoles ? 2 : 1;
-    // The columns of the last panel. Where it is narrow, it is the last consumer's only part, or
-    // with roles, the first one's second.
+    // The columns of the last panel. Where it is narrow, it is the last consumer's last part, or
+    // of three panels with roles, the first one's second.
     static constexpr int kLastColumns = kHeadDim - (kPanels - 1) * kPanelColumns;
-    static constexpr bool kIsLastNarrow = kLastColumns < kPanelColumns;
+    static constexpr bool kIsLastNarrow = !kSplitsRows && kLastColumns < kPanelColumns;
     // Whether there are registers for p in fp32 until ds is made.
     static constexpr bool kKeepsProbs = kBlockM == 64 && !kHasRoles;
     // So many columns of 64 rows of v, with roles also of k in the first consumer, stay in
     // registers: what they have room for.
-    static constexpr int kKeptColumns = kHeadDim == 96 || kHeadDim == 160 ? kHeadDim
-                                        : kHeadDim == 128                 ? 64
-                                        : kHeadDim == 192                 ? 128
-                                                                          : 0;
+    static constexpr int kKeptColumns = kHeadDim == 32 || kHeadDim == 96 || kHeadDim == 160
+                                            ? kHeadDim
+                                        : kHeadDim == 128 || kHeadDim == 224 ? 64
+                                        : kHeadDim == 192                    ? 128
+                                                                             : 0;
     // Whether the next scores are under way while dq is left: there, +1 %; at 96, -2 to -6 %.
-    static constexpr bool kScoresFirst = kHeadDim == 64;
+    static constexpr bool kScoresFirst = kHeadDim <= 64;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
     // The panel of columns, or 64 rows, that a part of dq is: the parts of the first consumer, then
     // those of the last.
     static constexpr __host__ __device__ int panel_of(int part) {
-        return !(kHasRoles && kIsLastNarrow) || part == 0 ? part : kDqParts - part;
+        return !(kHasRoles && kIsLastNarrow && kDqParts == 3) || part == 0 ? part : kDqParts - part;
     }
     static constexpr __host__ __device__ int part_bytes(int panel) {
         return kIsLastNarrow && panel == kPanels - 1 ? 4 * kBlockM * kLastColumns : kDqBytes;
@@ -65,7 +66,7 @@ struct BackwardConfig {
 
     static constexpr int kK = 0, kV = kKBytes, kQ = kV + kKBytes;
     static constexpr int kDout = kQ + kStages * kQBytes, kDs = kDout + kDoutStages * kQBytes;
-    static constexpr int kDqRegisters = 32;
+    static constexpr int kDqRegisters = kHeadDim < kPanelColumns ? kHeadDim / 2 : 32;
     static constexpr int kDqBytes = 128 * 4 * kDqRegisters;  // of a consumer, fp32
     static constexpr int kProbs = kDs + 2 * kDsBytes, kDq = kProbs + kProbBytes;
     static constexpr int kLse = kDq + kConsumers * kDqBytes, kDelta = kLse + kStages * kRowBytes;
@@ -73,10 +74,9 @@ struct BackwardConfig {
     static constexpr int kWorkBytes = 128;
     static constexpr int kSharedBytes = kWorks + 2 * kWorkBytes + 1024;  // room to align them
 
-    static_assert(kBlockM == 64 || (kSplitsRows && kHeadDim == 64),
+    static_assert(kBlockM == 64 || (kSplitsRows && kHeadDim <= 64),
                   "a part of dq is 64 rows of one panel");
     static_assert(!kIsLastNarrow || kLastColumns == 32, "half a panel");
-    static_assert(!(kHasRoles && kIsLastNarrow) || kDqParts == 3, "panel_of");
     static_assert(kFirstParts >= kDqParts - kFirstParts && kDqParts > kFirstParts,
                   "both consumers make parts of dq, the first as many as the second or more");
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 504,
@@ -100,20 +100,52 @@ struct Workspace {
           turns(has_turns ? taken + 1 : nullptr) {}
 };
 
+// A block of keys of a head of dk and dv is a work. Those from `first_parted` on, the last ones,
+// are shared by `num_parts` blocks each, where all of them whole would end unevenly.
+struct Works {
+    int num_blocks;       // of keys, of the longest sequence
+    int num_pairs;        // of a sequence and a head of dk
+    int pairs_per_group;  // this many run through their blocks of keys together
+    int num_heads;        // of dk
+    int first_parted, num_parts;
+
+    // How many blocks there is work for.
+    __device__ __forceinline__ int count() const {
+        const int num_works = num_blocks * num_pairs;
+        return first_parted + (num_works - first_parted) * num_parts;
+    }
+    // Where a part of dk or dv lies, in blocks of keys: those of dv follow those of dk.
+    __device__ __forceinline__ int64_t part_of(bool is_dv, int part) const {
+        return (is_dv ? count() - first_parted : 0) + part;
+    }
+    // With turns, the last keys of a sequence come first: what a block waits for is scheduled
+    // before it, and causal blocks wait least.
+    __device__ __forceinline__ void find(int work, bool has_turns, int& batch_idx, int& head_idx,
+                                         int& key_block) const {
+        const int group_blocks = pairs_per_group * num_blocks;
+        const int first_pair = work / group_blocks * pairs_per_group;
+        const int group_size = min(pairs_per_group, num_pairs - first_pair);
+        const int rest = work - first_pair * num_blocks;
+        const int nth = rest / group_size, pair = first_pair + rest % group_size;
+        batch_idx = pair / num_heads;
+        head_idx = pair % num_heads;
+        key_block = has_turns ? num_blocks - 1 - nth : nth;
+    }
+};
+
 template <typename T>
 struct BackwardParameters {
     Heads<T> dk, dv;
+    T* parts;  // of dk: [parted work][part][key][column], then of dv
     Workspace workspace;
     int* flag;  // what tables led outside (bounds.cuh), or null
     const CUtensorMap *q, *k, *v, *dout;
     const int *cu_seqlens_q, *cu_seqlens_k, *cache_seqlens;
-    int64_t num_blocks_q;    // of a head, in the workspace
-    int num_blocks;          // of keys, of the longest sequence
-    int num_pairs;           // of a sequence and a head of dk
-    int pairs_per_group;     // this many run through their blocks of keys together
+    int64_t num_blocks_q;  // of a head, in the workspace
+    Works works;
     int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest
     int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
-    int num_heads, group, heads_per_block, head_dim, window_left, window_right;
+    int group, head_dim, window_left, window_right;
     float softmax_scale;
 };
 
@@ -197,8 +229,10 @@ __device__ __forceinline__ int first_block_of(const int* cu_seqlens_q, int first
 
 // What a block works on; kept in shared memory, because the sums leave no registers for it.
 struct BackwardWork : Work {
-    int head_idx;        // of dk and dv
-    int first_head;      // of q
+    int head_idx;    // of dk and dv
+    int begin_head;  // of q, and the block of its queries, where the work begins
+    int begin_m;
+    int part;            // of which parts of dk and dv this makes; -1: all
     int first_block;     // of queries: the sequence's first one in a head's part of the workspace
     int num_iterations;  // blocks of queries, over all heads; -1: there is no more work
     int plain_begin, num_plain;  // the blocks of queries that see all of the keys
@@ -219,24 +253,17 @@ struct BackwardWork : Work {
         return static_cast<unsigned>(m - plain_begin) >= static_cast<unsigned>(num_plain);
     }
 
-    // False: there is nothing to do. With turns, the last keys of a sequence come first: what a
-    // block waits for is scheduled before it, and causal blocks wait least.
+    // False: there is nothing to do.
     template <class C>
     __device__ __forceinline__ bool find(const BackwardParameters<typename C::T>& p, int index) {
-        const int group_blocks = p.pairs_per_group * p.num_blocks;
-        const int first_pair = index / group_blocks * p.pairs_per_group;
-        const int group_size = min(p.pairs_per_group, p.num_pairs - first_pair);
-        const int rest = index - first_pair * p.num_blocks;
-        const int heads = p.num_heads / p.heads_per_block;
-        const int nth = rest / group_size, pair = first_pair + rest % group_size;
-        batch_idx = pair / heads;
-        head_idx = pair % heads;
-        first_head = head_idx * p.heads_per_block;
-
+        part = index - p.works.first_parted;
+        int key_block;
+        p.works.find(part < 0 ? index : p.works.first_parted + part / p.works.num_parts,
+                     p.workspace.turns != nullptr, batch_idx, head_idx, key_block);
         const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
         const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
         report(p.flag, threadIdx.x == 0 ? keys_outside(keys, p.cache_seqlens, batch_idx) : 0);
-        const int first_key = (p.workspace.turns ? p.num_blocks - 1 - nth : nth) * C::kBlockN;
+        const int first_key = key_block * C::kBlockN;
         if (first_key >= keys.seqlen) {
             return false;
         }
@@ -256,7 +283,16 @@ struct BackwardWork : Work {
         first_m = max(0, floor_div(home - right, C::kBlockM));
         end_m = min(ceil_div(seqlen_q, C::kBlockM),
                     floor_div(window.start + min(C::kBlockN, window.num_keys) - 1, C::kBlockM) + 1);
-        num_iterations = window.num_keys > 0 ? p.heads_per_block * max(0, end_m - first_m) : 0;
+        const int num_m = max(1, end_m - first_m);
+        num_iterations = window.num_keys > 0 ? p.group * max(0, end_m - first_m) : 0;
+        int begin = 0;
+        if (part >= 0) {
+            const int most = ceil_div(num_iterations, p.works.num_parts);
+            begin = part % p.works.num_parts * most;
+            num_iterations = max(0, min(most, num_iterations - begin));
+        }
+        begin_head = head_idx * p.group + begin / num_m;
+        begin_m = first_m + begin % num_m;
         // Blocks m with 0 <= key - query + start <= span for all of their keys and queries.
         plain_begin =
             floor_div(window.start - window.span + C::kBlockN + C::kBlockM - 2, C::kBlockM);

@@ -82,7 +82,7 @@ struct BackwardProducer {
 
     // The works of the block, one after another.
     __device__ __forceinline__ void find_and_load() {
-        const int num_works = p.num_blocks * p.num_pairs;
+        const int num_works = p.works.count();
         int index = blockIdx.x, first_iteration = 0;
 #pragma unroll 1
         for (int nth = 0;; ++nth) {
@@ -140,8 +140,7 @@ struct BackwardProducer {
         const int keys = is_varlen || p.cache_seqlens ? work.window.num_keys : C::kBlockN;
         load<C::kBlockN>(shared.base + (is_v ? C::kV : C::kK), is_v ? p.v : p.k,
                          is_v ? shared.v_full() : shared.k_full(), work.first_key_row,
-                         work.first_head / p.group, is_varlen ? 0 : work.batch_idx, keys, 0,
-                         nullptr);
+                         work.head_idx, is_varlen ? 0 : work.batch_idx, keys, 0, nullptr);
     }
 
     __device__ __forceinline__ void load_all(const BackwardWork& work) {
@@ -154,7 +153,7 @@ struct BackwardProducer {
             wait_once();
         }
         const bool values_later = !has_waited;
-        int head_idx = work.first_head, m = work.first_m;
+        int head_idx = work.begin_head, m = work.begin_m;
 #pragma unroll 1
         for (int left = work.num_iterations; left > 0; --left) {
             const int first_query = m * C::kBlockM;
@@ -215,8 +214,8 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
     using Shared = BackwardShared<C>;
     const bool is_first_lane = threadIdx.x % 32 == 0;
     const int num_parts = consumer == 0 ? C::kFirstParts : C::kDqParts - C::kFirstParts;
-    int64_t block = work.first_head * p.num_blocks_q + work.first_block + work.first_m;
-    int m = work.first_m;
+    int64_t block = work.begin_head * p.num_blocks_q + work.first_block + work.begin_m;
+    int m = work.begin_m;
 #pragma unroll 1
     for (int left = work.num_iterations; left > 0; --left) {
 #pragma unroll 1

@@ -16,8 +16,11 @@ struct RoleConsumer : BackwardConsumer<C> {
     using Base::all16, Base::mine16, Base::p, Base::shared;
     static constexpr int kBlockM = C::kBlockM, kHeadDim = C::kHeadDim;
     static constexpr int kFirstParts = C::kFirstParts, kLastParts = C::kDqParts - kFirstParts;
-    // The registers of the first consumer's second part of dq.
-    using Second = float[C::kIsLastNarrow ? C::kDqRegisters / 2 : C::kDqRegisters];
+    // The registers of a consumer's second part of dq.
+    template <bool kIsNarrow>
+    using Part = float[kIsNarrow ? C::kDqRegisters / 2 : C::kDqRegisters];
+    using Second = Part<C::kIsLastNarrow && kLastParts == 1>;
+    using Last = Part<C::kIsLastNarrow && kLastParts == 2>;
 
     __device__ __forceinline__ RoleConsumer(const BackwardParameters<T>& p_,
                                             const BackwardShared<C>& shared_)
@@ -89,12 +92,12 @@ struct RoleConsumer : BackwardConsumer<C> {
             if (work.num_iterations > 0) {
                 make_probs(work, sums);
             }
-            this->store(p.dv, sums, 1.0f, work);
+            this->store(true, sums, work);
         } else {
             if (work.num_iterations > 0) {
                 make_gradients(work, sums);
             }
-            this->store(p.dk, sums, p.softmax_scale, work);
+            this->store(false, sums, work);
         }
     }
 
@@ -110,7 +113,7 @@ struct RoleConsumer : BackwardConsumer<C> {
     // dq lags a block behind, so that this consumer does not wait for the other's ds.
     __device__ __forceinline__ void make_probs(const BackwardWork& work,
                                                float (&dv)[kHeadDim / 2]) {
-        int m = work.first_m;
+        int m = work.begin_m;
         const int last = work.num_iterations - 1;
         Words words;
         float scores[Base::kScores];
@@ -222,25 +225,26 @@ struct RoleConsumer : BackwardConsumer<C> {
             if (is_last) {
                 break;
             }
+            Last& second = reinterpret_cast<Last&>(dq);
             if constexpr (kLastParts == 2) {
-                leave_undefined(dq);
-                issue_part(dq, kFirstParts + 1, stage);
+                leave_undefined(second);
+                issue_part(second, kFirstParts + 1, stage);
             }
             mbarrier_wait(shared.dout_full(dout_stage(i + 1)), dout_parity(i + 1));
             leave_undefined(dp);
             this->issue_scores(dp, v, C::kV, C::kDout, dout_stage(i + 1));
             if constexpr (kLastParts == 2) {
                 wgmma_wait<1>();
-                hold_registers(dq);
+                hold_registers(second);
                 release(shared.ds_empty(stage));
-                this->leave_dq(dq, kLastParts * i + 1);
+                this->leave_dq(second, kLastParts * i + 1);
             }
             wgmma_wait<0>();
             hold_registers(dp);
         }
         if constexpr (kLastParts == 2) {
             const int last = work.num_iterations - 1;
-            float dq[C::kDqRegisters];
+            Last dq;
             leave_undefined(dq);
             issue_part(dq, kFirstParts + 1, last % 2);
             wgmma_wait<0>();

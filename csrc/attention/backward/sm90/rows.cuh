@@ -112,34 +112,45 @@ __device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace,
     }
 }
 
-// dk and dv where the main kernel made those of parts of a group: contiguous (rows, heads, parts,
-// head_dim), the rows those of dk's batches one after another.
+// dk and dv of works of which the main kernel made parts.
 template <typename T>
 struct Parts {
     Heads<T> dk, dv;
-    const T *dk_parts, *dv_parts;
-    int count, num_heads, num_rows, batch_rows;
+    const T* parts;  // as in BackwardParameters
+    Works works;
+    const int* cu_seqlens_k;
+    int seqlen_k, total_k, block_n;
+    bool has_turns;
 };
 
-// 16 rows of a head of dk or dv, of which there are as many again after the heads of q.
+// 16 rows of dk or dv: tile `nth` of those that were made in parts.
 template <typename T>
 __device__ __forceinline__ void add_parts(const Parts<T>& p, int nth, int head_dim) {
-    const bool is_dv = nth >= p.num_heads;
-    const int head_idx = is_dv ? nth - p.num_heads : nth;
-    const int row = blockIdx.x * kTileRows + threadIdx.x / 8;
-    if (row >= p.num_rows) {
+    const bool is_dv = nth % 2;
+    const int row_in_block = nth / 2 % (p.block_n / kTileRows) * kTileRows + threadIdx.x / 8;
+    const int parted = nth / 2 / (p.block_n / kTileRows);
+    const Works& works = p.works;
+    if (works.first_parted + parted >= works.num_blocks * works.num_pairs) {
         return;
     }
-    const T* parts = (is_dv ? p.dv_parts : p.dk_parts) +
-                     (static_cast<int64_t>(row) * p.num_heads + head_idx) * p.count * head_dim;
-    T* to = (is_dv ? p.dv : p.dk).at(row / p.batch_rows, row % p.batch_rows, head_idx);
+    int batch_idx, head_idx, key_block;
+    works.find(works.first_parted + parted, p.has_turns, batch_idx, head_idx, key_block);
+    const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
+    const int key = key_block * p.block_n + row_in_block;
+    if (key >= keys.seqlen) {
+        return;
+    }
+    const int64_t first = works.part_of(is_dv, parted * works.num_parts);
+    const T* parts = p.parts + (first * p.block_n + row_in_block) * head_dim;
+    T* to = (is_dv ? p.dv : p.dk).at(batch_idx, keys.first_row + key, head_idx);
 #pragma unroll 1
     for (int column = threadIdx.x % 8 * 8; column < head_dim; column += kPanelColumns) {
         float sums[8] = {};
 #pragma unroll 4
-        for (int i = 0; i < p.count; ++i) {
+        for (int i = 0; i < works.num_parts; ++i) {
             float values[8];
-            unpack<T>(ld_global(parts + i * head_dim + column), values);
+            unpack<T>(ld_global(parts + static_cast<int64_t>(i) * p.block_n * head_dim + column),
+                      values);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 sums[e] += values[e];
@@ -153,15 +164,11 @@ __device__ __forceinline__ void add_parts(const Parts<T>& p, int nth, int head_d
 // add up parts of dk and dv.
 template <typename T>
 __device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const float* dq_sums,
-                                                       const RowBlocks& p, int num_tiles,
-                                                       int num_heads, const Parts<T>& parts,
-                                                       float softmax_scale) {
+                                                       const RowBlocks& p, int num_heads,
+                                                       const Parts<T>& parts, float softmax_scale) {
     follow_launch_before();
     if (static_cast<int>(blockIdx.y) >= num_heads) {
-        add_parts(parts, blockIdx.y - num_heads, p.head_dim);
-        return;
-    }
-    if (static_cast<int>(blockIdx.x) >= num_tiles) {
+        add_parts(parts, (blockIdx.y - num_heads) * gridDim.x + blockIdx.x, p.head_dim);
         return;
     }
     const RowTile tile(p);
