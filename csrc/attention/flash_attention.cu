@@ -31,6 +31,7 @@
 // head_dim and head_dim_v: any multiples of 8 up to kHeadDim; the rest is zeros in shared memory.
 // Sources: Dao, "FlashAttention-2", 2023 (the loop); Milakov and Gimelshein, "Online normalizer
 // calculation for softmax", 2018; Press et al., "Train Short, Test Long", 2021 (ALiBi).
+// kernel_hub: not-for: sm89: it is sm80's code but for the order of instructions, and 8.9 runs that
 
 #include "attention/forward/loads.cuh"
 #include "attention/forward/problem.cuh"
