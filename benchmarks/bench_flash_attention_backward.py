@@ -27,8 +27,8 @@ from lot.attention_backward import Grads, Operands, by_cudnn, by_fa3, by_flash, 
 from lot.attention_peers import CUDNN, FA2, FA3
 
 from kernel_hub import ops
-from kernel_hub.ops.attention import backward_portable
-from kernel_hub.ops.attention import backward_sm90 as hopper
+from kernel_hub.ops.attention.backward import portable as backward_portable
+from kernel_hub.ops.attention.backward import sm90 as hopper
 from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.testing.compare import compare
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of

@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     from decode_cases import run_decode
 
     if options.portable:
-        from kernel_hub.ops.attention import backward_sm90, forward_sm90
+        from kernel_hub.ops.attention import forward_sm90
+        from kernel_hub.ops.attention.backward import sm90 as backward_sm90
 
         forward_sm90.is_enabled = backward_sm90.is_enabled = False
 

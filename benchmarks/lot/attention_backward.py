@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_hub.ops import flash_attention
-from kernel_hub.ops.attention import backward_portable
+from kernel_hub.ops.attention.backward import portable as backward_portable
 from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.testing.reference_attention import reference_attention_backward
 

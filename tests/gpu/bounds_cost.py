@@ -307,7 +307,7 @@ def _take_portable(is_portable: bool) -> None:
     for package in (OLD, NEW):
         for old, new in (
             ("_flash_attention_sm90", "attention.forward_sm90"),
-            ("_flash_attention_backward_sm90", "attention.backward_sm90"),
+            ("_flash_attention_backward_sm90", "attention.backward.sm90"),
         ):
             module(package, old, new).is_enabled = not is_portable
 

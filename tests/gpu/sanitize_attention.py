@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from attention_cases import Case, call, make
 
 from kernel_hub import ops
-from kernel_hub.ops.attention import backward_sm90 as hopper_backward
 from kernel_hub.ops.attention import forward_sm90 as hopper
 from kernel_hub.ops.attention import forward_split_sm90 as split
+from kernel_hub.ops.attention.backward import sm90 as hopper_backward
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.kv_cache import decode_sm90
 

@@ -33,8 +33,8 @@ from hostile_mla import HostileLatents
 from hostile_rows import forcing_qkv, hostile_append, hostile_qkv, hostile_rope
 from sanitize_grouped import choices, forced
 
-from kernel_hub.ops.attention import backward_sm90 as hopper_backward
 from kernel_hub.ops.attention import forward_sm90 as hopper
+from kernel_hub.ops.attention.backward import sm90 as hopper_backward
 from kernel_hub.ops.matmul import grouped_plan, paired_plan
 
 LAYOUTS = ("varlen", "varlen_q", "varlen_k", "cache", "varlen_cache")

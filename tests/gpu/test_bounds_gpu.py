@@ -33,8 +33,8 @@ from sanitize_grouped import choices, forced
 
 from kernel_hub import ops
 from kernel_hub.errors import TensorError
-from kernel_hub.ops.attention import backward_sm90 as hopper_backward
 from kernel_hub.ops.attention import forward_sm90 as hopper
+from kernel_hub.ops.attention.backward import sm90 as hopper_backward
 from kernel_hub.ops.core import bounds
 from kernel_hub.ops.matmul import grouped_plan, paired_plan
 

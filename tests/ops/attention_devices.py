@@ -12,7 +12,7 @@ from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.ops.core.launch import forget_all
 
 FORWARD: Any = importlib.import_module("kernel_hub.ops.attention.forward_portable")
-BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
+BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward.portable")
 KIB = 1024
 T = TypeVar("T")
 # Compute capability -> KiB of shared memory a block may have.

@@ -15,13 +15,13 @@ from kernel_hub.compilers.launch_facts import read_launch_facts
 from kernel_hub.compilers.nvcc import Job, compile_described, find_nvcc, find_sources, make_jobs
 from kernel_hub.errors import KernelHubError
 from kernel_hub.ops.attention import (
-    backward_portable,
-    backward_sm90,
     forward_fp8,
     forward_sm90,
     forward_split_sm90,
     split_costs,
 )
+from kernel_hub.ops.attention.backward import portable as backward_portable
+from kernel_hub.ops.attention.backward import sm90 as backward_sm90
 from kernel_hub.ops.core.device import SM90, launch_facts
 from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan, tiles
 

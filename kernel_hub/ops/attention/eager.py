@@ -12,10 +12,12 @@ import torch
 from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.launch import Launch, Memory, Plans
-from . import backward_portable, backward_sm90, cpu, forward_portable
 from . import checks as checks
+from . import cpu, forward_portable
 from . import forward_sm90 as sm90
-from .backward_sm90 import BackwardPlan, Tables
+from .backward import portable as backward_portable
+from .backward import sm90 as backward_sm90
+from .backward.sm90 import BackwardPlan, Tables
 from .problem import Options, Problem
 
 _empty_like = torch.empty_like

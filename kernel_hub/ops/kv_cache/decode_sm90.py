@@ -28,7 +28,7 @@ _START_US, _BYTES_A_US, _ONE_BYTES_A_US = 12.0, 3.0e6, 4.0e6
 # decode kernel, by so much: where lengths are known to differ.
 _NARROW, _WHOLE_MARGIN = 128, 1.15
 # A block of more rows than 16 has few bytes under way, which large caches ask for.
-_FEW_ROWS, _SLOW_BYTES = 16, 250e6
+_FEW_ROWS, _SLOW_BYTES = 16, 210e6
 
 
 def problem_of(given: DecodeGiven) -> Problem:

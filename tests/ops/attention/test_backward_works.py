@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kernel_hub.ops.attention.backward_works import Parting, parting, rounds
+from kernel_hub.ops.attention.backward.works import Parting, parting, rounds
 
 
 def rounds_one_by_one(

@@ -11,7 +11,7 @@ from attention_devices import DEVICES, KIB
 from bits import same_bits
 from ways import Way
 
-from kernel_hub.ops.attention import backward_portable as module
+from kernel_hub.ops.attention.backward import portable as module
 from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.testing.compare import check

@@ -20,8 +20,8 @@ from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.problem import Gradients, Problem
 from kernel_hub.ops.core.device import has_wgmma
 
-SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
-BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward.sm90")
+BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward.portable")
 DTYPES = ["fp16", "bf16"]
 # Those of the compiled kernels, and some that fill one in part.
 HEAD_DIMS = [24, 32, 40, 64, 72, 96, 104, 128, 136, 160, 192, 200, 224, 256]

@@ -15,8 +15,8 @@ from attention_random import random_case
 from emulated_attention import hopper_attention
 from ways import Way
 
-SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
-WORKS: Any = importlib.import_module("kernel_hub.ops.attention.backward_works")
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward.sm90")
+WORKS: Any = importlib.import_module("kernel_hub.ops.attention.backward.works")
 DRAWN = 12
 # A block of threads is emulated at some 10^6 scores a second.
 MAX_SCORES = 120_000

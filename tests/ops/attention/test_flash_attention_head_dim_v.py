@@ -21,7 +21,7 @@ from kernel_hub.ops.core.launch import forget_all
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
-BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
+BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward.portable")
 # (head_dim, v's): DeepSeek's, in part, and where v is the wider one.
 PAIRS = [(192, 128), (136, 72), (64, 16), (40, 96)]
 OWN = [layout for layout in LAYOUTS if layout not in ONE_HEAD_DIM]

@@ -20,8 +20,8 @@ from attention_devices import BACKWARD
 from led_outside import check_said, forget
 
 from kernel_hub.ops import flash_attention
-from kernel_hub.ops.attention import backward_sm90 as hopper_backward
 from kernel_hub.ops.attention import eager, registered
+from kernel_hub.ops.attention.backward import sm90 as hopper_backward
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.reference_attention import (
     reference_attention,

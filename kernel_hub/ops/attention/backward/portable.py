@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..core import common
-from ..core.device import PlannedGpu, Stated, device_of, launch_facts
-from ..core.launch import Memory, Plans, nothing
-from . import backward_sm90 as sm90
-from .backward_sm90 import BackwardLaunch, BackwardPlan, Tables
-from .problem import Gradients, Problem, lse_strides_of, strides_of
+from ...core import common
+from ...core.device import PlannedGpu, Stated, device_of, launch_facts
+from ...core.launch import Memory, Plans, nothing
+from ..problem import Gradients, Problem, lse_strides_of, strides_of
+from . import sm90
+from .sm90 import BackwardLaunch, BackwardPlan, Tables
 
 CUBIN = "flash_attention_backward"
 _empty_like = torch.empty_like

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core import common
-from ..core.device import Stated, device_of, launch_facts
-from ..core.launch import Memory
-from . import backward_works
-from .problem import (
+from ...core import common
+from ...core.device import Stated, device_of, launch_facts
+from ...core.launch import Memory
+from ..problem import (
     SCALES,
     Gradients,
     Problem,
@@ -22,6 +21,7 @@ from .problem import (
     strides_of,
     tensor_map,
 )  # fmt: skip
+from .works import parting
 
 _empty_like = torch.empty_like
 
@@ -187,13 +187,13 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         # Of one size: a small group at the end would begin with its longest works.
         pairs_a_group = -(-num_pairs // -(-num_pairs // most))
     num_sms = device_of(q.device).num_sms
-    parting = backward_works.parting(
+    parted = parting(
         (seqlen_q, seqlen_k), (problem.window_left, problem.window_right), (body.block_m, block_n),
         group, (num_pairs, pairs_a_group), num_sms, goes_on=body.goes_on, has_turns=deterministic,
     )  # fmt: skip
     num_works = key_blocks * num_pairs
-    num_parts = (num_works - parting.first) * parting.blocks
-    works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, *parting
+    num_parts = (num_works - parted.first) * parted.blocks
+    works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, *parted
     num_words = parts_at + num_parts * block_n * head_dim  # two of 16 bits, dk and dv
     workspace = q.new_empty((num_words,), dtype=torch.float32)
 
@@ -205,7 +205,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, has_turns),
     )  # fmt: skip
     # The last kernel also adds up parts of dk and dv, by more blocks of as many rows.
-    part_tiles = 2 * (num_works - parting.first) * block_n // rows.sizes["block_m"]
+    part_tiles = 2 * (num_works - parted.first) * block_n // rows.sizes["block_m"]
     grid = (num_tiles, num_heads + -(-part_tiles // num_tiles), 1)
     after = BackwardLaunch(
         common.shipped(CUBIN, convert), grid, rows.block, rows.shared_bytes,
@@ -215,7 +215,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         ),
     )  # fmt: skip
 
-    num_blocks = parting.first + num_parts
+    num_blocks = parted.first + num_parts
     if body.goes_on:
         num_blocks = min(num_blocks, num_sms)
     main = BackwardLaunch(
