@@ -240,12 +240,13 @@ def cpu_forward(
 
 
 def _gradient_rows(dout: torch.Tensor) -> torch.Tensor:
-    """dout as the kernels read it: sums and broadcasts come in with strides of 0."""
+    """dout as the kernels read it: sums and broadcasts come in with strides of 0, which TMA lacks."""
     if dout.is_contiguous() and not dout.data_ptr() % common.VEC_BYTES:
         return dout
     step = common.VEC_BYTES // dout.element_size()
     is_readable = (
         dout.stride(-1) == 1
+        and 0 not in dout.stride()
         and common.is_aligned(step, *dout.stride()[:-1])
         and dout.data_ptr() % common.VEC_BYTES == 0
     )
