@@ -240,7 +240,7 @@ def cpu_forward(
 
 
 def _gradient_rows(dout: torch.Tensor) -> torch.Tensor:
-    """dout as the kernels read it: sums and broadcasts come in with strides of 0, which TMA lacks."""
+    """dout as the kernels read it: sums and broadcasts come in with strides of 0, TMA has none."""
     if dout.is_contiguous() and not dout.data_ptr() % common.VEC_BYTES:
         return dout
     step = common.VEC_BYTES // dout.element_size()
