@@ -6,6 +6,7 @@ that begin last would leave multiprocessors idle: those are shared by blocks of 
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,6 +48,7 @@ def rounds(
     return found
 
 
+@functools.lru_cache(maxsize=256)
 def parting(
     lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], group: int,
     pairs: tuple[int, int], num_sms: int, *, goes_on: bool, has_turns: bool,
@@ -74,6 +76,8 @@ def parting(
             if (num_works - first) * count > max(_MOST_PARTS * num_sms, num_works - first):
                 break
             parts = [start + _PART - (-each // count) for each in works[first:]]
+            if sum(whole[:first]) + count * sum(parts) >= least * num_sms:
+                continue  # however well they fit
             parts = [each for each in parts for _ in range(count)]
             taken = _until_done(whole[:first] + parts, num_sms)
             if taken < least:
