@@ -24,6 +24,7 @@ from ...ops import (
     swiglu_linear,
 )
 from . import counts
+from .families import CACHES
 from .fused import Fused
 
 STATE = "_kernel_hub"
@@ -124,6 +125,8 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tenso
     reason = reason_to_pass(self, hidden_states, self.q_proj.weight, state)
     if reason is None and (cos is None or not _rotates_whole(cos, hidden_states, self.head_dim)):
         reason = "another rotation"
+    if reason is None and any(name in kwargs and name not in names for name in CACHES):
+        reason = "a cache by the name of another transformers"
     if reason is not None:
         return original(self, reason, *args, **kwargs)
     q, k, v = _projected(self, state, hidden_states, cos, sin)
