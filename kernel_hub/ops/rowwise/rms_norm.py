@@ -71,8 +71,9 @@ def rms_norm(
         out or residual_out may be x or residual itself (in place); no other overlap of what is
         written with anything else.
     deterministic: "batch": a row's bits depend on it alone, not on how many there are.
-    weights_ready: a promise that no launch just ahead writes the weight, as of `linear`: of few
-        rows it is read, and the launch behind may begin, before that one has ended.
+    weights_ready: a promise that nothing ahead in the stream still writes the weight, as of
+        `linear`: of few rows it is read, and the launch behind may begin, before the launch ahead,
+        or those that it has not waited for yet, have ended.
 
     Returns out; with out_scale behind it where it is quantised, and residual_out behind that where
     a residual is added before. A CUDA tensor runs the shipped
