@@ -35,7 +35,7 @@ namespace kernel_hub::rowwise::softmax {
     "threads a row, or of each of its blocks"
 
 // 64 registers a thread: any blockDim up to 1,024. Of `loop` 48, so that blocks that keep rows have
-// 1,344 threads a multiprocessor.
+// 1,280 threads a multiprocessor.
 #define IN_REGISTERS 1024
 #define IN_PASSES 640, 2
 

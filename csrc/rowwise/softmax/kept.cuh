@@ -93,7 +93,9 @@ __device__ __forceinline__ bool softmax_kept(const SoftmaxParams<T>& p, const Sh
     const float part = off * power_of<T>(own.largest - all.largest);
     // NOTE: where all of the row is -inf, or one is nan, these are nan.
     const float quotient_of_sum = quotient<T>(part, sum);
-    const float rest = logf(sum) + (all.largest - own_base);
+    // What own_base was rounded by, which elements less it still have: the largest gives -log(sum).
+    const float rounded_by = fmaf(base, p.scale, -own_base);
+    const float rest = logf(sum) + (all.largest - own_base) + rounded_by;
     if (share.fits(out)) {
         const int first_whole = share.lead > 0;
         const int num_whole = (share.lead + p.size) / kWidth - first_whole;

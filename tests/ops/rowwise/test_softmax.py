@@ -237,6 +237,11 @@ def test_kept_rows_of_any_numbers(
             assert torch.equal(found.isnan(), own.isnan())
             rows = [0, 1, 7] if scale > 1 else [0, 1, 2, 3, 7, 8]  # the least numbers overflow
             check_rows(op, found[rows], x[rows], scale=scale)
+    # Of a large number times no power of two no part is left in its logarithm.
+    x[0, 5] = 30000
+    for scale in (10.1, 1.1):
+        largest = op(x[:1], scale=scale)[0, 5]
+        assert -1e-5 <= largest <= 1e-5 if op is log_softmax else largest == 1
     module._plans.clear()
     module._plain_plans.clear()
 
