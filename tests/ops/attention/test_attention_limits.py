@@ -25,7 +25,7 @@ from kernel_hub.ops.core import common
 from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.ops.core.launch import forget_all
 
-# Compute capability -> the cubins it takes.
+# Compute capability -> the cubins it takes; of what 8.9 has none, those of sm80.
 ARCHS = {(8, 0): "sm80", (8, 6): "sm80", (8, 7): "sm80", (8, 9): "sm89", (9, 0): "sm90"}
 HEAD_DIMS = range(16, 257, 8)
 REGISTERS = 64 * KIB
@@ -131,7 +131,8 @@ def launches(capability: tuple[int, int]) -> frozenset[Launch]:
 def entry_of(arch: str, launch: Launch) -> FunctionEntry:
     built = open_collection().manifest.cubins
     assert launch.cubin in built, f"cubins/ has no {launch.cubin}: run ./build_cubins.sh"
-    functions = built[launch.cubin][arch].functions
+    archs = built[launch.cubin]
+    functions = archs[arch if arch in archs or arch != "sm89" else "sm80"].functions
     assert launch.function in functions, f"{launch.cubin} for {arch} has no {launch.function}"
     return functions[launch.function]
 
@@ -164,6 +165,8 @@ def test_every_kernel_is_one_some_plan_launches(cubin: str, arch: str) -> None:
     """And none of them keeps anything in local memory."""
     built = open_collection().manifest.cubins
     assert cubin in built, f"cubins/ has no {cubin}: run ./build_cubins.sh"
+    if arch == "sm89" and arch not in built[cubin]:
+        pytest.skip("8.9 runs the code of sm80")
     functions = built[cubin][arch].functions
     used = {
         capability: {x.function for x in launches(capability) if x.cubin == cubin}

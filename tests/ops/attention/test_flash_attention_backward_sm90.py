@@ -175,6 +175,17 @@ def test_cpu_tensors_never_take_them() -> None:
     assert not SM90.applies(small, Gradients(*(torch.empty_like(small.q) for _ in range(6))))
 
 
+def test_the_last_grid_has_room_for_parts() -> None:
+    # One key head of as many query heads as these kernels take, whose one work is in parts.
+    for num_heads in (1 << 15, 65535):
+        q, k = (torch.empty(1, 1, heads, 8, dtype=torch.bfloat16) for heads in (num_heads, 1))
+        many = Problem(q, k, k, 1, 1, 1, 0.1)
+        given = Gradients(q, torch.empty(1, num_heads, 1), q, q, k, k)
+        if SM90.fits(many, given):
+            made = SM90.plan(many, given, deterministic=False)
+            assert num_heads < made.after.grid[1] <= 65535
+
+
 def test_which_body() -> None:
     chosen = {d: SM90.choose(d) for d in range(8, 272, 8)}
     assert {d: body.head_dim for d, body in chosen.items() if body} == {

@@ -128,6 +128,13 @@ def test_shares_of_many_sizes(way: Way, monkeypatch: pytest.MonkeyPatch, lot: in
     step.check(window_size=(drawn.choice([-1, 400]), 0))
 
 
+def test_shares_of_caches_nearly_alike(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of 7 multiprocessors, one part more than two places each: all are computed.
+    monkeypatch.setattr(decode_plan, "SHORT_TOKENS", 0)
+    monkeypatch.setattr(decode_plan, "FINE_BYTES", 1 << 17)
+    Step(way, [1535, 1344], heads=(4, 1), max_seqlen=1536, page_size=64, seqlen_q=1).check()
+
+
 GENERAL: list[dict[str, Any]] = [
     {"window_size": (0, 0)}, {"window_size": (100, -1)}, {"softcap": 5.0}, {"alibi_slopes": True},
     {"window_size": (70, 0), "softcap": 20.0, "alibi_slopes": True}, {"softmax_scale": -0.2},

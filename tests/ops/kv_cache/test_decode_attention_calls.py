@@ -131,6 +131,24 @@ def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
         assert (items if min(parts, max_units) > 1 else 0) <= split.num_merges
 
 
+@pytest.mark.parametrize("items", [1, 2, 5, 7, 8, 20, 44, 66])
+@pytest.mark.parametrize("num_sms", [132, 114, 78])
+def test_the_grid_holds_items_nearly_alike(items: int, num_sms: int) -> None:
+    max_units = 10 * decode_plan.FINE_BYTES // (512 * 64) // items
+    caches = decode_plan.Caches(items, 64 * max_units, 64 * max_units, 512, 1 << 30)
+    split = decode_plan.choose_split(caches, 64, 0, num_sms, num_sms)
+    # Work::shares_of, of all but one item that are just above what earns one part more.
+    a_mean = 2 * num_sms // items - 0.25
+    long = a_mean + 0.375 + 0.01 if items > 1 else a_mean
+    last = items * a_mean - (items - 1) * long
+    if 8 * long <= 9 * a_mean:  # they count as even
+        lengths = [(max_units * length / long) // 1 for length in [long] * (items - 1) + [last]]
+        workers = items * a_mean / sum(lengths)
+        assert sum(lengths) > 3 * split.fine_units
+        parts = [-int(-(each * workers - 0.125) // 1) for each in lengths]  # Work::splits_of
+        assert sum(parts) <= split.num_blocks
+
+
 def split_on_h200(
     batch: int, kv_heads: int, tokens: int, head_dim: int = 128, window: int = 1 << 30
 ) -> decode_plan.Split:

@@ -33,9 +33,10 @@ CUBIN = "flash_attention_backward_sm90"
 _L2_BYTES = 32 << 20
 # Columns of shared memory's rows.
 _PANEL = 64
-# That of the kernel's 32-bit sums of two lengths and a window, and of its grid.
+# Those of the kernel's 32-bit sums of two lengths and a window, and of grids, the last of which has
+# 65,535 rows for heads and what adds up parts.
 _MAX_TOKENS = 1 << 28
-_MAX_HEADS = 65535
+_MAX_HEADS = 1 << 15
 _MAX_BLOCKS = 1 << 30
 
 
