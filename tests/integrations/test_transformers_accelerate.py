@@ -370,27 +370,6 @@ def test_autocast_goes_by_the_classes_own_forwards() -> None:
     assert not door.report()["taken"]
 
 
-@pytest.mark.parametrize("name", families.CACHES)
-def test_a_cache_by_any_name(name: str) -> None:
-    """Attention alone, told of its cache as this transformers or another calls it: as the class."""
-    from transformers import DynamicCache
-
-    own = tiny.with_attention(tiny.model_of("llama"), "sdpa")
-    ours = copy.deepcopy(own)
-    door.accelerate(ours, attention=False)
-    found = []
-    for model in (own, ours):
-        cache = DynamicCache()
-        for at in range(2):
-            x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(at))
-            angles = model.model.rotary_emb(x, torch.arange(3 * at, 3 * at + 3)[None])
-            with torch.no_grad():
-                out, _ = model.model.layers[0].self_attn(x, angles, None, **{name: cache})
-        found.append((out, cache.get_seq_length()))
-    torch.testing.assert_close(found[1][0], found[0][0], atol=2e-5, rtol=1e-4)
-    assert found[1][1] == found[0][1]
-
-
 def test_compiled_whole() -> None:
     models = tiny.Models("llama", torch.bfloat16, attention="eager")
     door.accelerate(models.ours)

@@ -5,6 +5,7 @@ Where a model is fp32 its attention passes through the door to torch, which is h
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -18,7 +19,7 @@ from open_door import registered as registered  # noqa: E402
 
 from kernel_hub.errors import TensorError  # noqa: E402
 from kernel_hub.integrations import transformers as door  # noqa: E402
-from kernel_hub.integrations.transformers import attention, masks  # noqa: E402
+from kernel_hub.integrations.transformers import attention, families, masks  # noqa: E402
 from kernel_hub.testing.compare import check, compare  # noqa: E402
 
 LENGTHS = (1, 7, 513)
@@ -257,3 +258,24 @@ def test_masks_are_transformers_own(seed: int) -> None:
         real = padding[:, q_offset:]
         expected, dense = expected[:, 0][real], dense[:, 0][real]
     assert torch.equal(dense, expected)
+
+
+@pytest.mark.parametrize("name", families.CACHES)
+def test_a_cache_by_any_name(name: str) -> None:
+    """Attention alone, told of its cache as this transformers or another calls it: as the class."""
+    from transformers import DynamicCache
+
+    own = tiny.with_attention(tiny.model_of("llama"), "sdpa")
+    ours = copy.deepcopy(own)
+    door.accelerate(ours, attention=False)
+    found = []
+    for model in (own, ours):
+        cache = DynamicCache()
+        for at in range(2):
+            x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(at))
+            angles = model.model.rotary_emb(x, torch.arange(3 * at, 3 * at + 3)[None])
+            with torch.no_grad():
+                out, _ = model.model.layers[0].self_attn(x, angles, None, **{name: cache})
+        found.append((out, cache.get_seq_length()))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=2e-5, rtol=1e-4)
+    assert found[1][1] == found[0][1]

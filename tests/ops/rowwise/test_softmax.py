@@ -13,7 +13,6 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 from ways import DTYPES, Way
 
-from kernel_hub.errors import TensorError
 from kernel_hub.ops import log_softmax, softmax
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
@@ -347,40 +346,6 @@ def test_numbers_that_are_none(way: Way, dtype: torch.dtype, op: Op) -> None:
         check_rows(op, found[3:], x[3:])
         mask = torch.zeros(6, size, dtype=torch.bool, device=way.device)
         assert op(x, mask=mask).isnan().all()
-
-
-X = torch.ones(2, 3, 8)
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        ({"mask": X[0, 0] > 0, "scale": "1"}, "softmax: scale: expected"),
-        ({"mask": X.double()}, "mask: expected dtype bool or float32"),
-        ({"mask": X[..., :1]}, r"mask: expected a shape that broadcasts to \(2, 3, 8\)"),
-        ({"mask": X[:, :2]}, "mask: expected a shape that broadcasts"),
-        ({"mask": X[None]}, "mask: expected a shape that broadcasts"),
-        ({"mask": X.mT.contiguous().mT}, "mask: expected a contiguous last dimension"),
-        ({"out": X.half()}, "out: expected dtype float32"),
-        ({"mask": X, "out": X}, "out"),
-    ],
-)
-def test_refusals(options: Any, said: str) -> None:
-    with pytest.raises(TensorError, match=said):
-        softmax(X.clone(), **options)
-
-
-def test_gradients_that_are_not_there() -> None:
-    x = X.clone().requires_grad_()
-    with pytest.raises(TensorError, match="softmax into out: x: requires grad"):
-        softmax(x, out=X.clone())
-    with pytest.raises(TensorError, match="mask: requires grad, but softmax has no backward"):
-        softmax(X, mask=X.clone().requires_grad_())
-    (dx,) = torch.autograd.grad(softmax(x).square().sum(), x, create_graph=True)
-    with pytest.raises(TensorError, match="double backward"):
-        dx.sum().backward()
-    # What sum() hands back has no rows in memory.
-    assert torch.autograd.grad(log_softmax(x).sum(), x)[0].abs().amax() < 1e-6
 
 
 @each_op

@@ -1,14 +1,19 @@
-"""Which kernel of softmax takes which rows, by how many blocks."""
+"""Which kernel of softmax takes which rows, by how many blocks; what it refuses."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from kernel_hub.collection.manifest import open_collection
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import log_softmax, softmax
 from kernel_hub.ops.core.device import SM90, PlannedGpu, pretend
 from kernel_hub.ops.rowwise import softmax_plan as plans
+
+X = torch.ones(2, 3, 8)
 
 
 def test_plans() -> None:
@@ -92,3 +97,34 @@ def test_which_kernel_takes_which_rows() -> None:
         assert name(gradient, 100352, 113) == ("loop", 8)
         assert name(gradient, 262208, 3) == ("loop", 16)
         assert name(gradient, 539, 64, torch.float32) == ("loop", 1)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"mask": X[0, 0] > 0, "scale": "1"}, "softmax: scale: expected"),
+        ({"mask": X.double()}, "mask: expected dtype bool or float32"),
+        ({"mask": X[..., :1]}, r"mask: expected a shape that broadcasts to \(2, 3, 8\)"),
+        ({"mask": X[:, :2]}, "mask: expected a shape that broadcasts"),
+        ({"mask": X[None]}, "mask: expected a shape that broadcasts"),
+        ({"mask": X.mT.contiguous().mT}, "mask: expected a contiguous last dimension"),
+        ({"out": X.half()}, "out: expected dtype float32"),
+        ({"mask": X, "out": X}, "out"),
+    ],
+)
+def test_refusals(options: Any, said: str) -> None:
+    with pytest.raises(TensorError, match=said):
+        softmax(X.clone(), **options)
+
+
+def test_gradients_that_are_not_there() -> None:
+    x = X.clone().requires_grad_()
+    with pytest.raises(TensorError, match="softmax into out: x: requires grad"):
+        softmax(x, out=X.clone())
+    with pytest.raises(TensorError, match="mask: requires grad, but softmax has no backward"):
+        softmax(X, mask=X.clone().requires_grad_())
+    (dx,) = torch.autograd.grad(softmax(x).square().sum(), x, create_graph=True)
+    with pytest.raises(TensorError, match="double backward"):
+        dx.sum().backward()
+    # What sum() hands back has no rows in memory.
+    assert torch.autograd.grad(log_softmax(x).sum(), x)[0].abs().amax() < 1e-6
