@@ -56,13 +56,13 @@ def layer_norm(device: str) -> None:
         x = torch.randn(rows, hidden + 8, device=device, dtype=dtype)[:, :hidden]
         residual = torch.randn(rows, hidden, device=device, dtype=dtype)
         weight = torch.randn(hidden, device=device)
-        ops.layer_norm(x, weight, weight)
+        ops.layer_norm(x, weight, weight, deterministic="batch")
         ops.rms_norm(x, weight, bias=weight)
         ops.rms_norm(x.contiguous(), weight.to(dtype), residual=residual, adds_after=True)
         ops.layer_norm(x.contiguous(), weight.to(dtype), residual=residual, adds_after=True)
-        for kind in (torch.float8_e4m3fn, torch.int8):
-            ops.layer_norm(x, weight, residual=residual, out_dtype=kind)
-            ops.rms_norm(x, weight, residual=residual, out_dtype=kind)
+        for kind, how in itertools.product((torch.float8_e4m3fn, torch.int8), (False, "batch")):
+            ops.layer_norm(x, weight, residual=residual, out_dtype=kind, deterministic=how)
+            ops.rms_norm(x, weight, residual=residual, out_dtype=kind, deterministic=how)
 
 
 def _activated(op: Callable[..., Any], *forms: dict[str, Any]) -> Callable[[str], None]:
