@@ -137,7 +137,7 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tenso
         more: tuple[Any, ...] = ()
         if state.details["cache_kwargs"]:
             more = ({"sin": sin, "cos": cos, "cache_position": given.get("cache_position")},)
-        told = {"kwargs": {**options}} if state.details["cache_options"] else {}
+        told = {"kwargs": {**options}} if state.details["cache"] == CACHES[0] else {}
         k, v = cache.update(k, v, self.layer_idx, *more, **told)
     window = state.details["window"]
     if window == "own":

@@ -274,7 +274,7 @@ def _details(module: Any, code: Any) -> dict[str, Any] | str:
     window = "own" if "sliding_window" in code.co_names else None
     return {
         "parameters": parameters, "cache": caches[0], "norm": norm,
-        "cache_kwargs": "cache_kwargs" in code.co_varnames, "cache_options": caches[0] == "cache",
+        "cache_kwargs": "cache_kwargs" in code.co_varnames,
         "window": "config" if families.window_from_config(module) else window,
         "softcap": "attn_logit_softcapping" in code.co_names, "norm_details": {},
     }  # fmt: skip

@@ -17,13 +17,12 @@ from ...core.launch import Memory, Plans, nothing
 from ..problem import Gradients, Problem, lse_strides_of, strides_of
 from . import sm90
 from .sm90 import BackwardLaunch, BackwardPlan, Tables
+from .works import parts_of_group
 
 CUBIN = "flash_attention_backward"
 _empty_like = torch.empty_like
 _LOW_BITS = common.VEC_BYTES - 1
 
-# Query heads of a group are parted among blocks until there are so many of them a multiprocessor.
-_BLOCKS_AN_SM = 4
 # The best first: a head_dim takes the first that holds it and fits a block's shared memory.
 # Measured on an H200 (docs/notes/flash_attention_backward.md).
 _SUFFIXES = ("", "_163k", "_99k")
@@ -174,24 +173,14 @@ def _plan(
     (num_heads, head_dim), num_kv_heads = problem.q.shape[-2:], problem.k.shape[-2]
     block_n = stated(variant).sizes["block_n"]
     key_blocks = -(-problem.max_seqlen_k // block_n) * problem.batch_size
-    parts, heads_a_block = None, num_heads // num_kv_heads
-    if num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * device.num_sms:
-        group, heads_a_block = heads_a_block, _heads_a_block(key_blocks, problem, device.num_sms)
-        parts = given.dk.new_empty((*problem.k.shape[:-1], group // heads_a_block, head_dim))
+    parts, group = None, num_heads // num_kv_heads
+    count = parts_of_group(key_blocks * num_kv_heads, group, device.num_sms)
+    if count > 1:
+        parts = given.dk.new_empty((*problem.k.shape[:-1], count, head_dim))
     return _portable_plan(
-        variant, problem, given, heads_a_block=heads_a_block, parts=parts,
+        variant, problem, given, heads_a_block=group // count, parts=parts,
         deterministic=deterministic,
     )  # fmt: skip
-
-
-def _heads_a_block(key_blocks: int, problem: Problem, num_sms: int) -> int:
-    """Where whole groups are too few blocks: the largest part of a group that makes enough of
-    them, for each part is written and read once more."""
-    num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
-    group = num_heads // num_kv_heads
-    parts = (n for n in range(2, group) if group % n == 0)
-    enough = (n for n in parts if key_blocks * num_kv_heads * n >= _BLOCKS_AN_SM * num_sms)
-    return group // next(enough, group)
 
 
 def _is_aligned(*tensors: torch.Tensor) -> bool:

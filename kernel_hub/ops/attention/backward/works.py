@@ -1,4 +1,4 @@
-"""Which works of attention's backward on Hopper several blocks share, by what each would take.
+"""Which works of attention's backward several blocks share: on Hopper, by what each would take.
 
 A work is a block of keys of a key head; its rounds are the blocks of queries that see them. Works
 that begin last would leave multiprocessors idle: those are shared by blocks of fewer rounds.
@@ -19,7 +19,7 @@ _MOST_WORKS = 8  # a multiprocessor: with more of them the end is of no account
 _MOST_PARTS = 12  # a multiprocessor
 _COUNTS = (2, 3, 4, 6, 8, 12, 16)
 _LEAST_GAIN = 0.04
-_FEW_WORKS, _ENOUGH_PARTS = 2, 4  # a multiprocessor, with turns
+_FEW_WORKS, _ENOUGH_PARTS = 2, 4  # a multiprocessor, where parts are of heads
 
 
 class Parting(NamedTuple):
@@ -58,7 +58,9 @@ def parting(
     num_pairs, together = pairs
     num_works = -(-lengths[1] // tile[1]) * num_pairs
     if has_turns:
-        return _by_heads(num_works, group, num_sms)
+        # A part that began where one of higher keys ends would wait for all of that one's rounds.
+        count = parts_of_group(num_works, group, num_sms)
+        return Parting(0, count) if count > 1 else Parting(num_works, 1)
     best = Parting(num_works, 1)
     if num_works > _MOST_WORKS * num_sms:
         return best
@@ -85,15 +87,14 @@ def parting(
     return best
 
 
-def _by_heads(num_works: int, group: int, num_sms: int) -> Parting:
-    """With turns: all works by whole heads, or none. A part that began where one of higher keys
-    ends would wait for all of that one's rounds."""
+def parts_of_group(num_works: int, group: int, num_sms: int) -> int:
+    """Into how many parts of as many heads a group goes: one, but where works of whole groups are
+    few; then the fewest that make enough, as each part is written and read once more."""
     if num_works >= _FEW_WORKS * num_sms:
-        return Parting(num_works, 1)
+        return 1
     counts = (n for n in range(2, group) if group % n == 0)
     enough = (n for n in counts if num_works * n >= _ENOUGH_PARTS * num_sms)
-    count = next(enough, group)
-    return Parting(0, count) if count > 1 else Parting(num_works, 1)
+    return next(enough, group)
 
 
 def _until_done(costs: Sequence[float], num_sms: int) -> float:
