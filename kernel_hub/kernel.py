@@ -122,10 +122,8 @@ class Kernel:
         from .image.source import SourceImage
 
         names = _checked_names(function_names)
-        capability = None
-        if arch is None:
-            capability = _capability_at_hand(device)
-        image = SourceImage(code, names, options, arch, capability, cache)
+        at_hand = partial(_capability_at_hand, device)
+        image = SourceImage(code, names, options, arch, at_hand, cache)
         self = cls.__new__(cls)
         self._offer(image, names, signatures, False, keep)
         self._log = image.log

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class SourceImage:
         names: Sequence[str] | None,
         options: Any,
         arch: Any,
-        compute_capability: tuple[int, int] | None,
+        at_hand: Callable[[], tuple[int, int]],
         cache: bool,
     ) -> None:
         self._code, self._file = _read_code(code)
@@ -99,8 +99,8 @@ class SourceImage:
         self._cache = cache
         self._built: dict[str, NamedImage] = {}
         self.log = ""
-        first = self._arch or _own_arch(compute_capability or (0, 0))
-        self._first = self._build(first)
+        # The GPU at hand is asked last: what is wrong with the source is said without one.
+        self._first = self._build(self._arch or _own_arch(at_hand()))
 
     def names(self) -> Sequence[str]:
         return self._first.names()

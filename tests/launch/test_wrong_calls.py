@@ -185,9 +185,10 @@ def test_cuda_text_is_no_image(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kernel.cu", "my/kernel.cuh", "kernel"])
-def test_a_files_name_is_no_code(name: str) -> None:
+@pytest.mark.parametrize("arch", ["sm90", None])
+def test_a_files_name_is_no_code(name: str, arch: str | None) -> None:
     with pytest.raises(ParamsError, match=rf"looks like a file's name: pass Path\('{name}'\)"):
-        Kernel.from_source(name, arch="sm90")
+        Kernel.from_source(name, arch=arch)
 
 
 def test_a_missing_file_names_what_lies_there(tmp_path: Path) -> None:
