@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds native/launcher.c and .h -> kernel_hub/native/launcher_linux_x86_64.so, or with --check compares the two.
+# Builds native/launcher.c and its headers -> kernel_hub/native/launcher_linux_x86_64.so, or with --check compares the two.
 # Reproducible with one compiler version, which is recorded beside the library. The library's own digest is written into
 # cubins/manifest.json; kernel_hub/launch/c_launcher.py opens no other file.
 set -euo pipefail
@@ -13,7 +13,7 @@ if [ "$(uname -sm)" != "Linux x86_64" ]; then
 fi
 compiler=$($CC --version | head -n 1)
 record="$compiler
-$(cat native/launcher.h native/launcher.c | sha256sum | cut -d ' ' -f 1)"
+$(cat native/launcher.h native/read.h native/launcher.c | sha256sum | cut -d ' ' -f 1)"
 made=$(mktemp)
 trap 'rm -f "$made"' EXIT
 $CC -std=gnu11 -O2 -fPIC -shared -nostdlib -ffreestanding -fvisibility=default -fno-ident -fno-stack-protector \

@@ -9,102 +9,7 @@
 // therefore serves CPython 3.10 and all later ones.
 
 #include "launcher.h"
-
-// An exact int within [least, most]; 0 where it is not one.
-static inline int read_int(Object* value, int64 least, int64 most, int64* result) {
-    int overflow;
-    if (!IS(value, PyLong_Type)) return 0;
-    *result = PyLong_AsLongLongAndOverflow(value, &overflow);
-    return !overflow && *result >= least && *result <= most;
-}
-
-// An int or a tuple of 1 to 3 ints, each from 1 to its limit.
-static inline int read_dims(Object* value, const uint32* most, uint32* result) {
-    int64 number;
-    result[0] = result[1] = result[2] = 1;
-    if (IS(value, PyLong_Type)) {
-        if (!read_int(value, 1, most[0], &number)) return 0;
-        result[0] = (uint32)number;
-        return 1;
-    }
-    const ssize size = IS(value, PyTuple_Type) ? PyTuple_Size(value) : 0;
-    if (size < 1 || size > 3) return 0;
-    for (ssize axis = 0; axis < size; ++axis) {
-        if (!read_int(PyTuple_GetItem(value, axis), 1, most[axis], &number)) return 0;
-        result[axis] = (uint32)number;
-    }
-    return 1;
-}
-
-static inline int attribute_is(Object* value, Object* name, Object* expected) {
-    Object* found = PyObject_GetAttr(value, name);
-    if (!found) return 0;
-    Py_DecRef(found);  // only the identity is of interest, and `expected` is alive
-    return found == expected;
-}
-
-// The address of a CUDA tensor of the right dtype; 0 where it is none, or empty, or freed.
-static inline uint64 read_tensor(const State* s, const Param* param, Object* value) {
-    if (s->as_dltensor && (IS(value, s->tensor_types[0]) || IS(value, s->tensor_types[1]))) {
-        DLTensor tensor;
-        if (s->as_dltensor(value, &tensor)) return 0;
-        if (tensor.device_type != DLPACK_CUDA || tensor.device_id != s->place.device) return 0;
-        if (param->dlpack_dtype && tensor.dtype != param->dlpack_dtype) return 0;
-        return tensor.data ? (uint64)tensor.data + tensor.byte_offset : 0;
-    }
-    if (param->dtype && !attribute_is(value, s->name_dtype, param->dtype)) return 0;
-    if (!attribute_is(value, s->name_is_cuda, &_Py_TrueStruct)) return 0;
-    Object* address = PyObject_CallMethodObjArgs(value, s->name_data_ptr, (Object*)0);
-    if (!address) return 0;
-    uint64 result = IS(address, PyLong_Type) ? PyLong_AsUnsignedLongLong(address) : 0;
-    Py_DecRef(address);
-    return result == ~0ull ? 0 : result;
-}
-
-static inline int read_param(const State* s, const Param* param, Object* value, uint64* slot) {
-    int64 number;
-    switch (param->kind) {
-        case POINTER:
-            if (value == NONE) {
-                *slot = 0;
-                return param->most != 0;
-            }
-            return (*slot = read_tensor(s, param, value)) != 0 && !(*slot & param->zero_bits);
-        case INT:
-            if (!read_int(value, param->least, param->most, &number)) return 0;
-            *slot = (uint64)number;
-            return !(*slot & param->zero_bits);
-        default: {
-            if (!IS(value, PyFloat_Type)) return 0;
-            const double wide = PyFloat_AsDouble(value);
-            if (param->kind == DOUBLE) {
-                __builtin_memcpy(slot, &wide, 8);
-                return 1;
-            }
-            const float narrow = (float)wide;
-            __builtin_memcpy(slot, &narrow, 4);
-            return !__builtin_isinf(narrow) || __builtin_isinf(wide);
-        }
-    }
-}
-
-// A stream handle; None asks torch for its current stream.
-static inline int read_stream(const Place* place, work_stream_fn work_stream,
-                              Object* current_stream, Object* device, Object* stream,
-                              void** result) {
-    Object* handle = stream;
-    if (stream == NONE && work_stream) return work_stream(DLPACK_CUDA, place->device, result) == 0;
-    if (stream == NONE) {
-        handle = PyObject_CallFunctionObjArgs(current_stream, device, (Object*)0);
-        if (!handle) return 0;
-    }
-    const int is_int = IS(handle, PyLong_Type);
-    const uint64 number = is_int ? PyLong_AsUnsignedLongLong(handle) : 0;
-    if (stream == NONE) Py_DecRef(handle);
-    *result = (void*)number;
-    if (!is_int || number >= END_OF_ADDRESSES) return 0;
-    return number <= LAST_DEFAULT_STREAM || number >= FIRST_ADDRESS;
-}
+#include "read.h"
 
 // Launch without holding the GIL: the driver may block. Nonzero where nothing was launched.
 static inline int call_driver(const Place* place, launch_ex_fn launch_ex, const Config* config,
@@ -239,6 +144,15 @@ static inline int send(const State* s, Config* config, Values* v, Object* stream
     return call_driver(&s->place, s->launch_ex, config, s->function, v->addresses, s->noted) == 0;
 }
 
+// What of a launch is not its parameters; 0 where the Python launcher has to look.
+static inline int read_shape(const State* s, Object** given, Attribute* attributes,
+                             Config* config) {
+    __builtin_memset(config, 0, sizeof *config);
+    return read_dims(given[GRID], s->max_grid, config->grid) &&
+           read_block(s, given[BLOCK], given[SHARED_MEM_BYTES], config) && fits(s, config) &&
+           read_attributes(s, given[CLUSTER], given[PROGRAMMATIC], attributes, config);
+}
+
 // 1: launched. 0: left to the Python launcher; nothing has happened.
 static int try_launch(const State* s, Object* const* args, ssize count, Object* names) {
     Object* given[NUM_NAMES] = {0};
@@ -246,11 +160,7 @@ static int try_launch(const State* s, Object* const* args, ssize count, Object* 
 
     Config config;
     Attribute attributes[2] = {{0}};
-    __builtin_memset(&config, 0, sizeof config);
-    if (!read_dims(given[GRID], s->max_grid, config.grid)) return 0;
-    if (!read_block(s, given[BLOCK], given[SHARED_MEM_BYTES], &config)) return 0;
-    if (!fits(s, &config)) return 0;
-    if (!read_attributes(s, given[CLUSTER], given[PROGRAMMATIC], attributes, &config)) return 0;
+    if (!read_shape(s, given, attributes, &config)) return 0;
 
     // A list may be changed by code that a tensor's attribute runs: hold each value while it is
     // read.
@@ -296,6 +206,56 @@ static int try_launch_at(const At* at, Object* const* args, ssize count, Object*
         if (!read_value(s, i, args[i], &v)) return 0;
     }
     return send(s, &config, &v, stream);
+}
+
+// Everything of a launch but the parameters at `places`, read once into `p`; names: those of the
+// last arguments. 0: each call has to be looked at.
+int kernel_hub_plan(Planned* p, Object* arguments, Object* names) {
+    const State* s = p->state;
+    Object *given[NUM_NAMES] = {0}, *args[NUM_NAMES];
+    const ssize count = PyTuple_Size(arguments);
+    if (count > NUM_NAMES || s->num_params > MAX_PARAMS || s->fixed_block[0]) return 0;
+    for (ssize i = 0; i < count; ++i) args[i] = PyTuple_GetItem(arguments, i);
+    if (!read_arguments(s, args, count - PyTuple_Size(names), names, given)) return 0;
+    if (!read_shape(s, given, p->attributes, &p->config)) return 0;
+    Object* params = given[PARAMS];
+    if (!IS(params, PyTuple_Type) || PyTuple_Size(params) != (ssize)s->num_params) return 0;
+    if (given[STREAM] && given[STREAM] != NONE) return 0;
+    p->num_params = s->num_params;
+    uint32 at = 0;
+    for (uint32 i = p->make != 0; i < p->num_params; ++i) {  // the tensor that is made comes first
+        const Param* param = &s->params[i];
+        const int is_brought = at < p->num_given && i == p->places[at];
+        at += (uint32)is_brought;
+        if (param->kind == BYTES) return 0;
+        if (is_brought) continue;
+        Object* value = PyTuple_GetItem(params, i);
+        if (param->kind == POINTER && value != NONE) return 0;
+        if (!read_param(s, param, value, &p->values[i])) return 0;
+    }
+    return at == p->num_given;
+}
+
+// 1: launched, and `made` is the tensor that was made for it, if one was. 0: nothing has happened.
+static int try_planned(const Planned* p, Object* const* args, ssize count, Object** made) {
+    const State* s = p->state;
+    Values v;
+    v.count = s->num_params, v.num_tensors = 0;
+    if (v.count != p->num_params || count != (ssize)p->num_given) return 0;
+    if (p->config.shared_bytes > s->shared_ready) return 0;
+    for (uint32 i = 0; i < v.count; ++i) {
+        v.values[i] = p->values[i];
+        v.addresses[i] = &v.values[i];
+    }
+    if (p->make) {
+        *made = PyObject_Call(p->make, p->make_arguments, (Object*)0);
+        if (!*made || !read_value(s, 0, *made, &v) || !v.num_tensors) return 0;
+    }
+    for (ssize i = 0; i < count; ++i) {
+        if (!read_value(s, p->places[i], args[i], &v)) return 0;
+    }
+    Config config = p->config;
+    return send(s, &config, &v, 0);
 }
 
 // The same call on the Python launcher, which meets again whatever error there was; but what is
@@ -358,14 +318,24 @@ static Object* launch_at(Object* self, Object* const* args, ssize count, Object*
                                                  : fall_back(at->fallback, args, count, names);
 }
 
+static Object* launch_planned(Object* self, Object* const* args, ssize count, Object* names) {
+    const Planned* p = PyCapsule_GetPointer(self, CAPSULE);
+    if (!p) return 0;
+    Object* made = 0;
+    if (!names && try_planned(p, args, count, &made)) return made ? made : none();
+    if (made) Py_DecRef(made);
+    return fall_back(p->fallback, args, count, names);
+}
+
 static MethodDef methods[] = {
     {"launch", launch, METH_FASTCALL_KEYWORDS, "A launch; see KernelFunction."},
     {"launch_bound", launch_bound, METH_FASTCALL_KEYWORDS, "A bound launch; see BoundLaunch."},
     {"launch_at", launch_at, METH_FASTCALL_KEYWORDS, "A launch of one grid; its parameters."},
+    {"launch_planned", launch_planned, METH_FASTCALL_KEYWORDS, "A planned launch; what is new."},
 };
 
-// The Python callable of `method` for a State, a Bound or an At, which lies in `keep` or is kept by
-// it: held as the callable's module, at no cost to a call.
+// The Python callable of `method` for a State, a Bound, an At or a Planned, which lies in `keep` or
+// is kept by it: held as the callable's module, at no cost to a call.
 Object* kernel_hub_make(uint32 method, void* state, Object* keep) {
     Object* capsule = PyCapsule_New(state, CAPSULE, 0);
     if (!capsule) return 0;
@@ -376,7 +346,7 @@ Object* kernel_hub_make(uint32 method, void* state, Object* keep) {
 
 // What c_launcher.py compares with its own idea of the layouts before it uses anything here.
 uint64 kernel_hub_state_bytes(void) {
-    return sizeof(State) << 32 | sizeof(Bound) << 16 | sizeof(At);
+    return sizeof(State) << 48 | sizeof(Planned) << 32 | sizeof(Bound) << 16 | sizeof(At);
 }
 
 // Whether `object` is of exactly that type: 0 to 4 for int, float, tuple, list and bytes.

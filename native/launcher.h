@@ -172,5 +172,19 @@ typedef struct {
     uint32 pad;
 } At;
 
+// A launch but for the parameters that a call brings.
+typedef struct {
+    State* state;
+    Object* fallback;        // takes the same arguments
+    Object* make;            // makes parameter 0, a new tensor, which a call returns; null: nothing
+    Object* make_arguments;  // a tuple
+    Config config;           // its attributes are those below
+    Attribute attributes[2];
+    uint32 num_given;
+    uint32 num_params;         // of the function, when it was planned
+    uint8 places[MAX_PARAMS];  // of what a call brings, in its order
+    uint64 values[MAX_PARAMS];
+} Planned;
+
 _Static_assert(sizeof(Config) == 56, "CUlaunchConfig has 56 bytes");
 _Static_assert(sizeof(Attribute) == 72, "CUlaunchAttribute has 72 bytes");

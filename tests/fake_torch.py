@@ -88,7 +88,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, exchange: bool) -> list[int]:
         def address(function: Any) -> int:
             return ctypes.cast(function, ctypes.c_void_p).value or 0
 
-        api = c_launcher._Exchange(1, 3, 0, 0, 0, 0, address(_as_dltensor), address(work_stream))
+        api = c_launcher.Exchange(1, 3, 0, 0, 0, 0, address(_as_dltensor), address(work_stream))
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [
             ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p,

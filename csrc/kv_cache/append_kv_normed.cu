@@ -251,7 +251,7 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
     DESCRIBED(                                                                                    \
         append_kv_normed_##NAME##_##VARIANT, "x: tokens in steps of blockDim.z",                  \
         (.shared_bytes = 0),                                                                      \
-        extern "C" __global__ void __launch_bounds__(256, 2) append_kv_normed_##NAME##_##VARIANT( \
+        extern "C" __global__ void __launch_bounds__(320, 2) append_kv_normed_##NAME##_##VARIANT( \
             T* out_q, T* out_k, void* k_cache, void* v_cache, int* flag, const T* q, const T* k,  \
             const T* v, const void* cos, const void* sin, ROUTING_TABLES, const float* k_scale,   \
             const float* v_scale, const void* q_norm_weight, const void* k_norm_weight,           \

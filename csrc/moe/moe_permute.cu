@@ -15,6 +15,9 @@
 //   vec       16 bytes at a time
 //   word, half_word    4 or 2 bytes, any alignment
 //   count     one chunk a block
+// Of many bytes two more launches, so that what moves rows has nothing else to do:
+//   place     row_id_map and offsets, one chunk a block, a part of it a warp
+//   rows_vec  threadIdx.y tokens a block, by row_id_map
 // Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022.
 // kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
@@ -29,8 +32,11 @@
 namespace kernel_hub::moe {
 
 constexpr int kThreads = 256;
-constexpr int kAhead = 4;   // reads of a row before its writes
-constexpr int kAtOnce = 8;  // experts read before they are counted
+constexpr int kAhead = 4;  // reads of a row before its writes
+constexpr int kAtOnce =
+    8;  // experts read before they are counted, and places before rows are written
+constexpr int kPlacers = 1024;  // threads of the launch that places slots, of which so many
+constexpr int kWarps = 8;       // warps rank what all have counted
 
 __device__ __forceinline__ uint4 read_unit(const uint4* address) {
     return ld_global(address);
@@ -47,15 +53,16 @@ __device__ __forceinline__ void write_unit(Unit* address, Unit bits) {
     *address = bits;
 }
 
-// Adds the slots begin .. end - 1 to their experts' counts, by all threads.
+// Adds the slots begin .. end - 1 to their experts' counts, by all kBlock threads.
+template <int kBlock>
 __device__ __forceinline__ void count_slots(int* counts, const int* experts, int begin, int end,
                                             int num_experts, int thread_idx) {
 #pragma unroll 1
-    for (int first = begin + thread_idx; first < end; first += kAtOnce * kThreads) {
+    for (int first = begin + thread_idx; first < end; first += kAtOnce * kBlock) {
         int found[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const int slot = first + i * kThreads;
+            const int slot = first + i * kBlock;
             found[i] = slot < end ? __ldg(experts + slot) : -1;
         }
 #pragma unroll
@@ -68,10 +75,11 @@ __device__ __forceinline__ void count_slots(int* counts, const int* experts, int
 }
 
 // Adds up the counts of chunks: those before `own` in `before`, those of all in `all`.
+template <int kBlock>
 __device__ __forceinline__ void add_counts(int* before, int* all, const int* counts, int own,
                                            int num_chunks, int num_experts, int thread_idx) {
-    const int width = min(kThreads, (num_experts + kWarpSize - 1) / kWarpSize * kWarpSize);
-    const int rows = kThreads / width, row = thread_idx / width;
+    const int width = min(kBlock, (num_experts + kWarpSize - 1) / kWarpSize * kWarpSize);
+    const int rows = kBlock / width, row = thread_idx / width;
     if (row >= rows) {
         return;
     }
@@ -89,13 +97,15 @@ __device__ __forceinline__ void add_counts(int* before, int* all, const int* cou
     }
 }
 
-// Makes `before` the row of the block's first slot of each expert, and tells `offsets` if there.
+// Makes `before` the row of the block's first slot of each expert, and tells `offsets` if there. By
+// the first kThreads threads; others add nothing, as one more warp.
 __device__ __forceinline__ void find_starts(int* before, const int* all, bool adds_before,
                                             int* offsets, int num_experts, int thread_idx) {
-    __shared__ int sums[kThreads / kWarpSize];
+    constexpr int kSums = kThreads / kWarpSize;
+    __shared__ int sums[kSums + 1];
     const int each = (num_experts + kThreads - 1) / kThreads;
     const int begin = min(thread_idx * each, num_experts), end = min(begin + each, num_experts);
-    const int warp_idx = thread_idx / kWarpSize, lane_idx = thread_idx % kWarpSize;
+    const int warp_idx = min(thread_idx / kWarpSize, kSums), lane_idx = thread_idx % kWarpSize;
     int own = 0;
 #pragma unroll 1
     for (int expert = begin; expert < end; ++expert) {
@@ -115,6 +125,130 @@ __device__ __forceinline__ void find_starts(int* before, const int* all, bool ad
         offsets[num_experts] = start;
     }
     __syncthreads();
+}
+
+// write(slot, its row) of `num_slots` slots in their order, by one warp; `starts` is the next row
+// of each expert. Whether one has an expert that is neither there nor -1.
+template <typename Write>
+__device__ __forceinline__ bool rank_slots(int* starts, const int* experts, int num_slots,
+                                           int num_experts, int lane_idx, const Write& write) {
+    bool is_outside = false;
+#pragma unroll 1
+    for (int first = 0; first < num_slots; first += kWarpSize) {
+        const int slot = first + lane_idx;
+        const int expert = slot < num_slots ? __ldg(experts + slot) : -1;
+        const bool is_placed = is_index(expert, num_experts);
+        is_outside = is_outside || (!is_placed && expert != -1);
+        const unsigned same = __match_any_sync(kAllLanes, is_placed ? expert : -1);
+        const int rank = __popc(same & ((1u << lane_idx) - 1));
+        const int place = is_placed ? starts[expert] + rank : -1;
+        __syncwarp();
+        if (is_placed && rank == 0) {
+            starts[expert] += __popc(same);
+        }
+        __syncwarp();
+        if (slot < num_slots) {
+            write(slot, place);
+        }
+    }
+    return is_outside;
+}
+
+// One chunk of slots: each warp has a part of it, and counts that before it ranks it.
+__device__ __forceinline__ void place_slots(int* offsets, int* row_id_map, int* flag,
+                                            const int* experts, const int* counts, int num_slots,
+                                            int num_experts, int chunk_slots) {
+    int* before = reinterpret_cast<int*>(dynamic_shared());  // (num_experts)
+    int* all = before + num_experts;                         // (num_experts)
+    int* starts = all + num_experts;                         // (kWarps, num_experts)
+    const int thread_idx = threadIdx.x;
+    const int warp_idx = thread_idx / kWarpSize, lane_idx = thread_idx % kWarpSize;
+    const int begin = blockIdx.x * chunk_slots, end = min(begin + chunk_slots, num_slots);
+    const int each = (chunk_slots + kWarps * kWarpSize - 1) / (kWarps * kWarpSize) * kWarpSize;
+    const int first = min(begin + min(warp_idx, kWarps) * each, end), last = min(first + each, end);
+#pragma unroll 1
+    for (int i = thread_idx; i < (2 + kWarps) * num_experts; i += kPlacers) {
+        before[i] = 0;
+    }
+    __syncthreads();
+    follow_launch_before();
+    if (counts == nullptr) {
+        count_slots<kPlacers>(before, experts, 0, begin, num_experts, thread_idx);
+        count_slots<kPlacers>(all, experts, begin, num_slots, num_experts, thread_idx);
+    } else {
+        add_counts<kPlacers>(before, all, counts, blockIdx.x, gridDim.x, num_experts, thread_idx);
+    }
+    int* own = starts + warp_idx * num_experts;  // of the first kWarps, which rank
+#pragma unroll 4
+    for (int slot = first + lane_idx; slot < last; slot += kWarpSize) {
+        const int expert = __ldg(experts + slot);
+        if (is_index(expert, num_experts)) {
+            atomicAdd(own + expert, 1);
+        }
+    }
+    __syncthreads();
+    find_starts(before, all, counts == nullptr, blockIdx.x == 0 ? offsets : nullptr, num_experts,
+                thread_idx);
+#pragma unroll 1
+    for (int expert = thread_idx; expert < num_experts; expert += kPlacers) {
+        int start = before[expert];
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+            const int count = starts[warp * num_experts + expert];
+            starts[warp * num_experts + expert] = start;
+            start += count;
+        }
+    }
+    __syncthreads();
+    const bool is_outside =
+        rank_slots(own, experts + first, last - first, num_experts, lane_idx,
+                   [&](int slot, int place) { row_id_map[first + slot] = place; });
+    report_if(flag, is_outside, kExpertsOutside);
+}
+
+// A row a threadIdx.y, by where its copies go.
+template <typename Unit>
+__device__ __forceinline__ void move_rows(Unit* out, const Unit* x, const int* row_id_map,
+                                          int64_t out_stride, int64_t x_stride, int num_tokens,
+                                          int k, int num_units) {
+    const int token = blockIdx.x * blockDim.y + threadIdx.y;
+    follow_launch_before();
+    if (token >= num_tokens) {
+        return;
+    }
+    const Unit* row = x + token * x_stride;
+    const int* own = row_id_map + static_cast<int64_t>(token) * k;
+#pragma unroll 1
+    for (int at = threadIdx.x; at < num_units; at += kAhead * blockDim.x) {
+        Unit bits[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (at + i * blockDim.x < num_units) {
+                bits[i] = read_unit(row + at + i * blockDim.x);
+            }
+        }
+#pragma unroll 1
+        for (int first = 0; first < k; first += kAtOnce) {
+            int places[kAtOnce];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                places[j] = first + j < k ? __ldg(own + first + j) : -1;
+            }
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                if (places[j] < 0) {
+                    continue;
+                }
+                Unit* to = out + places[j] * out_stride + at;
+#pragma unroll
+                for (int i = 0; i < kAhead; ++i) {
+                    if (at + i * blockDim.x < num_units) {
+                        write_unit(to + i * blockDim.x, bits[i]);
+                    }
+                }
+            }
+        }
+    }
 }
 
 template <typename Unit>
@@ -139,44 +273,28 @@ __device__ __forceinline__ void permute(Unit* out, int* offsets, int* row_id_map
     __syncthreads();
     follow_launch_before();
     if (counts == nullptr) {
-        count_slots(before, experts, 0, first_slot, num_experts, thread_idx);
-        count_slots(all, experts, first_slot, num_slots, num_experts, thread_idx);
+        count_slots<kThreads>(before, experts, 0, first_slot, num_experts, thread_idx);
+        count_slots<kThreads>(all, experts, first_slot, num_slots, num_experts, thread_idx);
     } else {
         const int own = first_slot / chunk_slots;
         const int num_chunks = (num_slots + chunk_slots - 1) / chunk_slots;
-        add_counts(before, all, counts, own, num_chunks, num_experts, thread_idx);
-        count_slots(before, experts, own * chunk_slots, first_slot, num_experts, thread_idx);
+        add_counts<kThreads>(before, all, counts, own, num_chunks, num_experts, thread_idx);
+        count_slots<kThreads>(before, experts, own * chunk_slots, first_slot, num_experts,
+                              thread_idx);
     }
     __syncthreads();
     const bool is_first = blockIdx.x == 0 && blockIdx.y == 0;
     find_starts(before, all, counts == nullptr, is_first ? offsets : nullptr, num_experts,
                 thread_idx);
 
-    // The slots of the block in their order.
     if (thread_idx < kWarpSize) {
-        const int lane_idx = thread_idx;
-        bool is_outside = false;
-#pragma unroll 1
-        for (int first = 0; first < own_slots; first += kWarpSize) {
-            const int slot = first + lane_idx;
-            const int expert = slot < own_slots ? __ldg(experts + first_slot + slot) : -1;
-            const bool is_placed = is_index(expert, num_experts);
-            is_outside = is_outside || (!is_placed && expert != -1);
-            const unsigned same = __match_any_sync(kAllLanes, is_placed ? expert : -1);
-            const int rank = __popc(same & ((1u << lane_idx) - 1));
-            const int place = is_placed ? before[expert] + rank : -1;
-            __syncwarp();
-            if (is_placed && rank == 0) {
-                before[expert] += __popc(same);
-            }
-            __syncwarp();
-            if (slot < own_slots) {
-                places[slot] = place;
-                if (blockIdx.y == 0) {
-                    row_id_map[first_slot + slot] = place;
-                }
-            }
-        }
+        const bool is_outside = rank_slots(before, experts + first_slot, own_slots, num_experts,
+                                           thread_idx, [&](int slot, int place) {
+                                               places[slot] = place;
+                                               if (blockIdx.y == 0) {
+                                                   row_id_map[first_slot + slot] = place;
+                                               }
+                                           });
         report_if(flag, is_outside, kExpertsOutside);
     }
     __syncthreads();
@@ -238,13 +356,34 @@ DESCRIBED(
         __syncthreads();
         follow_launch_before();
         const int begin = blockIdx.x * chunk_slots;
-        count_slots(found, experts, begin, min(begin + chunk_slots, num_slots), num_experts,
-                    threadIdx.x);
+        count_slots<kThreads>(found, experts, begin, min(begin + chunk_slots, num_slots),
+                              num_experts, threadIdx.x);
         __syncthreads();
         int* own = counts + static_cast<int64_t>(blockIdx.x) * num_experts;
         for (int i = threadIdx.x; i < num_experts; i += kThreads) {
             own[i] = found[i];
         }
+    })
+
+DESCRIBED(
+    moe_permute_place, "x: chunks of chunk_slots", (.threads = kPlacers),
+    extern "C" __global__ void
+    __launch_bounds__(kPlacers) moe_permute_place(int* offsets, int* row_id_map, int* flag,
+                                                  const int* experts, const int* counts,
+                                                  int num_slots, int num_experts, int chunk_slots) {
+        place_slots(offsets, row_id_map, flag, experts, counts, num_slots, num_experts,
+                    chunk_slots);
+    })
+
+DESCRIBED(
+    moe_permute_rows_vec, "x: tokens, threadIdx.y of them a block", (),
+    extern "C" __global__ void
+    __launch_bounds__(kThreads) moe_permute_rows_vec(void* out, const void* x,
+                                                     const int* row_id_map, int64_t out_stride,
+                                                     int64_t x_stride, int num_tokens, int k,
+                                                     int num_units) {
+        move_rows(static_cast<uint4*>(out), static_cast<const uint4*>(x), row_id_map, out_stride,
+                  x_stride, num_tokens, k, num_units);
     })
 
 // {op}_{unit}

@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import warnings
-from ctypes import POINTER, c_int64, c_uint32, c_uint64, c_void_p, py_object
+from ctypes import c_uint32, c_uint64, c_void_p, py_object
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,21 +26,28 @@ from ..collection.manifest import open_collection
 from ..errors import KernelHubError
 from ..signature.c_types import TypeInfo
 from ..signature.params import Param
+from .c_structs import (
+    MAX_PARAMS,
+    NAMES,
+    At,
+    Bound,
+    Exchange,
+    ParamStruct,
+    Place,
+    PlannedLaunch,
+    State,
+)  # fmt: skip
 from .geometry import CONFIG, PORTABLE_CLUSTER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from .device_function import DeviceFunction
 
 VARIABLE = "KERNEL_HUB_NATIVE"
 LIBRARY = "native/launcher_linux_x86_64.so"
 _VOUCHED = LIBRARY  # its name in the manifest
-_MAX_PARAMS = 64
 _POINTER, _INT, _FLOAT, _DOUBLE, _BYTES = range(5)
-# In the order of the enum in native/launcher.c.
-_NAMES = (
-    "gridDim", "blockDim", "sharedMemBytes", "stream", "params", "sharedMem", "programmatic",
-    "cluster",
-)  # fmt: skip
 # dtype token -> DLPack's code, bits and one lane.
 _DLPACK_DTYPE = {
     token: code | bits << 8 | 1 << 16
@@ -51,84 +58,6 @@ _DLPACK_DTYPE = {
     )
 }  # fmt: skip
 _LAUNCH_OFF = 0xFFFFFFFF  # a parameter count that no call has
-
-
-class _Param(ctypes.Structure):
-    _fields_ = [
-        ("kind", c_uint32),
-        ("size_bytes", c_uint32),
-        ("least", c_int64),
-        ("most", c_int64),
-        ("dtype", c_void_p),
-        ("dlpack_dtype", c_uint32),
-        ("zero_bits", c_uint32),
-    ]
-
-
-class _Place(ctypes.Structure):
-    _fields_ = [
-        ("device", ctypes.c_int),
-        ("pad", ctypes.c_int),
-        ("context", c_void_p),
-        ("current_context", c_void_p),
-    ]
-
-
-class _State(ctypes.Structure):
-    _fields_ = [
-        ("launch_ex", c_void_p),
-        ("function", c_void_p),
-        ("fallback", c_void_p),
-        ("current_stream", c_void_p),
-        ("device", c_void_p),
-        ("names", c_void_p * len(_NAMES)),
-        ("name_dtype", c_void_p),
-        ("name_is_cuda", c_void_p),
-        ("name_data_ptr", c_void_p),
-        ("tensor_types", c_void_p * 2),
-        ("as_dltensor", c_void_p),
-        ("work_stream", c_void_p),
-        ("noted", c_void_p),
-        ("place", _Place),
-        ("max_grid", c_uint32 * 3),
-        ("max_block", c_uint32 * 3),
-        ("required_block", c_uint32 * 3),
-        ("cluster", c_uint32 * 3),
-        ("max_threads", c_uint32),
-        ("num_params", c_uint32),
-        ("fixed_block", c_uint32 * 3),
-        ("fixed_shared", c_uint32),
-        ("num_hidden", c_uint32),
-        ("least_shared", c_uint32),
-        ("max_cluster", c_uint32),
-        ("pad", c_uint32),
-        ("shared_ready", c_uint64),
-        ("params", _Param * _MAX_PARAMS),
-    ]
-
-
-class _Bound(ctypes.Structure):
-    _fields_ = [
-        ("launch_ex", c_void_p),
-        ("function", c_void_p),
-        ("addresses", c_void_p),
-        ("fallback", c_void_p),
-        ("current_stream", c_void_p),
-        ("device", c_void_p),
-        ("work_stream", c_void_p),
-        ("noted", c_void_p),
-        ("place", _Place),
-        ("config", ctypes.c_ubyte * CONFIG.size),
-    ]
-
-
-class _At(ctypes.Structure):
-    _fields_ = [
-        ("state", POINTER(_State)),
-        ("fallback", c_void_p),
-        ("grid", c_uint32 * 3),
-        ("pad", c_uint32),
-    ]
 
 
 class Fixed(NamedTuple):
@@ -144,7 +73,7 @@ class Fixed(NamedTuple):
     divisors: tuple[int, ...]
 
 
-_LAUNCH, _BOUND, _AT = range(3)  # what kernel_hub_make makes
+_LAUNCH, _BOUND, _AT, _PLANNED = range(4)  # what kernel_hub_make makes
 
 
 @lru_cache(maxsize=1)
@@ -179,12 +108,15 @@ def _opened() -> tuple[Any, str]:
     except OSError as error:  # a Python built without exported symbols
         return None, f"it cannot be loaded: {error}"
     library.kernel_hub_state_bytes.restype = c_uint64
-    state, bound, at = (ctypes.sizeof(kind) for kind in (_State, _Bound, _At))
-    if library.kernel_hub_state_bytes() != state << 32 | bound << 16 | at:
+    sizes = 0
+    for kind in (State, PlannedLaunch, Bound, At):
+        sizes = sizes << 16 | ctypes.sizeof(kind)
+    if library.kernel_hub_state_bytes() != sizes:
         return None, "it is of another build of kernel_hub"
     library.kernel_hub_type_is.argtypes = [py_object, c_uint32]
     if not _knows_layout(library.kernel_hub_type_is):
         return None, "objects of this Python are laid out in a way that is not known"
+    library.kernel_hub_plan.argtypes = [c_void_p, py_object, py_object]
     library.kernel_hub_make.restype = py_object
     library.kernel_hub_make.argtypes = [c_uint32, c_void_p, py_object]
     return library, ""
@@ -208,31 +140,16 @@ def _made(method: int, struct: ctypes.Structure, keep: object) -> Any:
     return _opened()[0].kernel_hub_make(method, ctypes.addressof(struct), (struct, keep))
 
 
-class _Exchange(ctypes.Structure):
-    """DLPackExchangeAPI of DLPack 1.3."""
-
-    _fields_ = [
-        ("major", c_uint32),
-        ("minor", c_uint32),
-        ("older", c_void_p),
-        ("allocate", c_void_p),
-        ("from_object", c_void_p),
-        ("to_object", c_void_p),
-        ("as_dltensor", c_void_p),
-        ("work_stream", c_void_p),
-    ]
-
-
 @lru_cache(maxsize=1)
-def _exchange(tensor_type: Any) -> _Exchange:
+def _exchange(tensor_type: Any) -> Exchange:
     """torch's C exchange API; one with null functions where it has none (before 2.11)."""
     capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
     if type(capsule).__name__ != "PyCapsule":
-        return _Exchange()
+        return Exchange()
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = c_void_p, [py_object, ctypes.c_char_p]
-    found = _Exchange.from_address(get_pointer(capsule, b"dlpack_exchange_api"))
-    return found if found.major == 1 else _Exchange()
+    found = Exchange.from_address(get_pointer(capsule, b"dlpack_exchange_api"))
+    return found if found.major == 1 else Exchange()
 
 
 def available() -> bool:
@@ -245,48 +162,50 @@ def why_not() -> str:
     return f"{VARIABLE}=0" if os.environ.get(VARIABLE, "1") == "0" else _opened()[1]
 
 
-def _param(param: Param, dtype: Any) -> _Param | None:
+def _param(param: Param, dtype: Any) -> ParamStruct | None:
     return _param_of(param.code, param.size_bytes, param.info, dtype)
 
 
 @lru_cache(maxsize=256)  # of a kernel's sixty most are alike
-def _param_of(code: str, size_bytes: int, info: TypeInfo | None, dtype: Any) -> _Param | None:
+def _param_of(code: str, size_bytes: int, info: TypeInfo | None, dtype: Any) -> ParamStruct | None:
     if code.endswith("s"):  # of no size that a number has
-        return _Param(_BYTES, size_bytes)
+        return ParamStruct(_BYTES, size_bytes)
     if info is None:
         # Eight bytes of unknown meaning: a tensor is the one value that goes in unasked.
-        return _Param(_POINTER, 8, 0, 1, None) if size_bytes == 8 else None
+        return ParamStruct(_POINTER, 8, 0, 1, None) if size_bytes == 8 else None
     if info.kind == "pointer":
         kind = _DLPACK_DTYPE[info.dtype] if info.dtype else 0
-        return _Param(_POINTER, 8, 0, 1, id(dtype) if info.dtype else None, kind)
+        return ParamStruct(_POINTER, 8, 0, 1, id(dtype) if info.dtype else None, kind)
     if info.kind in ("int", "uint"):
         bits = 8 * info.size_bytes
         if info.kind == "uint" and bits == 64:
-            return _Param(_INT, 8, 0, 2**63 - 1, None)  # the upper half goes the Python way
+            return ParamStruct(_INT, 8, 0, 2**63 - 1, None)  # the upper half goes the Python way
         low, high = (
             (0, 2**bits - 1) if info.kind == "uint" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         )
-        return _Param(_INT, info.size_bytes, low, high, None)
+        return ParamStruct(_INT, info.size_bytes, low, high, None)
     if info.kind == "float" and info.struct_code in ("f", "d"):
-        return _Param(_DOUBLE if info.struct_code == "d" else _FLOAT, info.size_bytes, 0, 0, None)
+        return ParamStruct(
+            _DOUBLE if info.struct_code == "d" else _FLOAT, info.size_bytes, 0, 0, None
+        )
     return None
 
 
-def _place(function: DeviceFunction) -> _Place:
+def _place(function: DeviceFunction) -> Place:
     many = function.driver.device_count > 1
     asking = function.driver.current_context_address if many else None
-    return _Place(function.device, 0, function.context, asking)
+    return Place(function.device, 0, function.context, asking)
 
 
 class Launcher:
     """One C launcher, for what a KernelFunction takes; `fallback` gets what it leaves."""
 
     def __init__(self, fallback: Any) -> None:
-        names = [sys.intern(name) for name in (*_NAMES, "dtype", "is_cuda", "data_ptr")]
-        self._state = _State(num_params=_LAUNCH_OFF, fallback=id(fallback))
-        self._state.names[:] = [id(name) for name in names[: len(_NAMES)]]
+        names = [sys.intern(name) for name in (*NAMES, "dtype", "is_cuda", "data_ptr")]
+        self._state = State(num_params=_LAUNCH_OFF, fallback=id(fallback))
+        self._state.names[:] = [id(name) for name in names[: len(NAMES)]]
         self._state.name_dtype, self._state.name_is_cuda, self._state.name_data_ptr = map(
-            id, names[len(_NAMES) :]
+            id, names[len(NAMES) :]
         )
         # The struct holds addresses of Python objects: these keep them alive.
         self._keep: list[Any] = [fallback, names]
@@ -312,7 +231,7 @@ class Launcher:
         made = [_param(p, dtype) for p, dtype in zip(function.params, dtypes, strict=True)][:given]
         exchange = _exchange(torch.Tensor)
         one_gpu = function.driver.device_count == 1
-        if len(dtypes) > _MAX_PARAMS or None in made or not (one_gpu or exchange.as_dltensor):
+        if len(dtypes) > MAX_PARAMS or None in made or not (one_gpu or exchange.as_dltensor):
             return False
         if fixed is not None and (
             fixed.shared_bytes > function.shared_ready or any(d & (d - 1) for d in fixed.divisors)
@@ -350,8 +269,30 @@ class Launcher:
 
         For a function with a fixed block; `fallback` gets what it leaves. Keeps this one alive.
         """
-        made = _At(ctypes.pointer(self._state), id(fallback), grid)
+        made = At(ctypes.pointer(self._state), id(fallback), grid)
         return _made(_AT, made, (self, fallback))
+
+    def planned(
+        self, device: int, arguments: tuple[Any, ...], options: Mapping[str, Any],
+        places: Sequence[int], make: tuple[Any, tuple[Any, ...]] | None, fallback: Any,
+    ) -> Any:  # fmt: skip
+        """A launcher of all of `arguments` and `options` (those of a launch) but the parameters at
+        `places`, which it takes; None where it cannot be, or is not ready for tensors of `device`.
+
+        make: (function, its arguments): makes parameter 0, a tensor, which a call returns.
+        `fallback` gets what it leaves. Keeps this one alive.
+        """
+        if device != self._state.place.device or len(places) > MAX_PARAMS:
+            return None
+        made = PlannedLaunch(ctypes.pointer(self._state), id(fallback))
+        if make is not None:
+            made.make, made.make_arguments = id(make[0]), id(make[1])
+        made.num_given, made.places[: len(places)] = len(places), places
+        names = tuple(map(sys.intern, options))
+        given = (*arguments, *options.values())
+        if not _opened()[0].kernel_hub_plan(ctypes.addressof(made), given, names):
+            return None
+        return _made(_PLANNED, made, (self, fallback, make))
 
     def allow_shared(self, num_bytes: int) -> None:
         """Dynamic shared memory up to `num_bytes` needs no further opt-in."""
@@ -375,7 +316,7 @@ def bound(
     """
     device = function.device
     torch = loaded_torch()
-    made = _Bound(
+    made = Bound(
         function.driver.launch_ex_address,
         function.handle,
         ctypes.addressof(addresses),

@@ -346,6 +346,14 @@ def is_blocking() -> bool:
     return os.environ.get(BLOCKING_VARIABLE, "0") not in ("", "0")
 
 
+def pointer_device(address: int) -> int:
+    """The device a raw address belongs to (for arrays that do not say)."""
+    driver = _driver.get()
+    device = ctypes.c_int()
+    code = driver.try_call("cuPointerGetAttribute", ctypes.byref(device), 9, address)
+    return device.value if code == 0 else interop.current_device()
+
+
 def device_of(params: Sequence[Any], pointer_device: Callable[[int], int]) -> int:
     """The device of the first array among `params`, else torch's current, else 0."""
     for value in params:

@@ -6,7 +6,6 @@ later launch is that launcher.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import types
@@ -24,7 +23,7 @@ from ..signature.params import ordered
 from . import generated
 from .c_launcher import Fixed, Launcher
 from .c_launcher import available as native_available
-from .device_function import DeviceFunction, device_of, is_blocking
+from .device_function import DeviceFunction, device_of, is_blocking, pointer_device
 from .geometry import NOT_GIVEN, dims, index, one_shared
 from .loader import Loader
 
@@ -202,6 +201,11 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         sharedMemBytes = one_shared(sharedMemBytes, options, self.name)
         return BoundLaunch._make(self, gridDim, blockDim, sharedMemBytes, stream, params, options)
 
+    def planned(self, device: int, *how: Any) -> Any:
+        """As `Launcher.planned`, after a launch; None where C does not launch on `device`."""
+        native = self._native if self._armed else None
+        return native and native.planned(device, *how)
+
     def _device(self, device: Any) -> int:
         return device_number(device, self.name)
 
@@ -290,7 +294,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         if not isinstance(params, (list, tuple)):
             # An iterator must not be used up here; anything else the launcher refuses in words.
             return interop.current_device()
-        return device_of(params, _pointer_device)
+        return device_of(params, pointer_device)
 
     def _forget(self) -> None:
         """Back to the state before the first launch (after unload)."""
@@ -366,7 +370,7 @@ def _namespace(owner: weakref.ref[KernelFunction]) -> dict[str, Any]:
     return {
         "__builtins__": __builtins__,
         "load": load,
-        "device_of": lambda params: device_of(params, _pointer_device),
+        "device_of": lambda params: device_of(params, pointer_device),
         "prepare": prepare,
         "torch_appeared": prepare,
         "states": function._states,
@@ -390,11 +394,3 @@ def _after_fork() -> None:
     for function in list(live):
         for state in function._states.values():
             state.forget_slots()
-
-
-def _pointer_device(address: int) -> int:
-    """The device a raw address belongs to (for arrays that do not say)."""
-    driver = _driver.get()
-    device = ctypes.c_int()
-    code = driver.try_call("cuPointerGetAttribute", ctypes.byref(device), 9, address)
-    return device.value if code == 0 else interop.current_device()

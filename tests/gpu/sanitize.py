@@ -282,10 +282,10 @@ def moe_route(device: str) -> None:
 
 
 def moe_permute(device: str) -> None:
-    """Blocks that count for themselves and a launch that counts; experts of nobody."""
+    """Blocks that count, a launch that counts, one that places slots; experts of nobody."""
     sizes = itertools.product((8, 127, 4096), (1, 3, 300, 3000), (1, 8, 300))
     for dtype, (hidden, tokens, num_experts) in itertools.product(DTYPES, sizes):
-        if tokens == 3000 and hidden == 4096:
+        if tokens == 3000 and hidden == 4096 and (dtype, num_experts) != (torch.bfloat16, 8):
             continue
         wide = torch.randn(tokens, hidden + 1, device=device, dtype=dtype)
         experts = torch.randint(-1, num_experts, (tokens, 6), device=device, dtype=torch.int32)

@@ -277,12 +277,14 @@ def test_moe(chosen: set[str]) -> None:
         out = meta(2 * tokens, hidden, dtype=dtype)
         module("moe.moe_permute")._plan(rows, places, 8, out, 0)
         module("moe.moe_permute")._plan(rows, places, 8, out, 2)
+    much = meta(1 << 20, 64, dtype=torch.float16)
+    module("moe.moe_permute")._plan(much, meta(1 << 20, 1, dtype=torch.int32), 8, much, 0)
     route = module("moe.moe_route")
     for num_experts in (8, 256, 512):
         rule = route._Rule(1, 0, False, 1, 1, 1.0, False)
         route._plan(meta(4, num_experts, dtype=torch.float32), None, rule, 0)
     expected = set[str]().union(*(exported(f"moe_{op}") for op in ("combine", "permute", "route")))
-    assert chosen == expected and len(expected) == 22
+    assert chosen == expected and len(expected) == 24
 
 
 def test_linear(chosen: set[str]) -> None:

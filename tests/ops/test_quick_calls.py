@@ -27,7 +27,7 @@ ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "layer_norm": ops.layer_norm,
     "layer_norm, weight": lambda x: ops.layer_norm(x, x.new_ones(x.shape[-1])),
     "layer_norm, bias": lambda x: ops.layer_norm(
-        x, None, torch.ones(x.shape[-1]), deterministic="batch"
+        x, None, torch.ones(x.shape[-1], device=x.device), deterministic="batch"
     ),
 }  # fmt: skip
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -91,3 +91,39 @@ def test_embedding(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
 def test_what_is_not_quick() -> None:
     x = torch.randn(4, 8)
     assert not common.is_quick(x) and not common.is_quick(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tensor", TENSORS)
+@pytest.mark.parametrize("op", ROWS)
+def test_planned_calls_give_what_the_first_does(op: str, tensor: str, dtype: torch.dtype) -> None:
+    """From the second call on C makes and launches; of another tensor, in another stream, too."""
+    x = TENSORS[tensor]().to("cuda", dtype)
+    first = ROWS[op](x)
+    other = x.flip(0)
+    for each in (x, x.clone(memory_format=torch.preserve_format), other, x):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.synchronize()
+            found = ROWS[op](each)
+            torch.cuda.synchronize()
+        right = first if each is not other else ROWS[op](other.clone())
+        assert found.shape == first.shape and found.dtype == first.dtype
+        assert torch.equal(found, right)
+    assert ROWS[op](x).stride() == first.stride()
+    with torch.inference_mode():
+        assert ROWS[op](x).is_inference()
+
+
+@pytest.mark.gpu
+def test_the_second_call_is_planned() -> None:
+    softmax: Any = importlib.import_module("kernel_hub.ops.rowwise.softmax")
+    forget_all()
+    x = torch.randn(3, 40, device="cuda")
+    found = [ops.softmax(x), ops.softmax(x), ops.softmax(x, scale=0.5), ops.log_softmax(x)]
+    assert [type(plan).__name__ for plan in softmax._plain_plans.values()] == [
+        "builtin_function_or_method"
+    ]
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[2], torch.softmax(0.5 * x, -1))
+    torch.testing.assert_close(found[3], torch.log_softmax(x, -1))

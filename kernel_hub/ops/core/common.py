@@ -14,6 +14,7 @@ import torch
 
 from ...errors import TensorError
 from .device import is_at_hand
+from .launch import emptied as emptied
 from .numbers import MAX_NUMBER as MAX_NUMBER
 from .numbers import MAX_SIZE as MAX_SIZE
 from .numbers import check_choice as check_choice
@@ -192,13 +193,6 @@ def split_rows(
             "call .contiguous() first"
         )
     return outer, rows, [(pair[0], pair[1]) for pair in pairs]
-
-
-def emptied(x: torch.Tensor) -> torch.Tensor:
-    """x, which nobody else has, without its memory, for a plan to keep: `torch.empty_like` of it
-    takes half of what `torch.empty`, which parses sizes, does."""
-    x.untyped_storage().resize_(0)
-    return x
 
 
 def is_debugging() -> bool:

@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 MAX_PLANS = 4096
 
 Dims = tuple[int, int, int]
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _Plan = TypeVar("_Plan")
+# Of a call, which brings it, among the parameters of its launch.
+GIVEN: Any = object()
+_empty_like = torch.empty_like
+# What torch's own compiled code makes tensors by, on the current device: half of `empty_like`.
+_dynamo: Any = getattr(torch._C, "_dynamo", None)
+_empty_cuda = getattr(getattr(_dynamo, "guards", None), "_empty_strided_cuda", None)
 
 
 def nothing(*arguments: Any, **options: Any) -> None:
@@ -63,3 +71,43 @@ def forget_all() -> None:
     """Forget every plan: what plans depend on besides their keys has changed."""
     for plans in _all:
         plans.clear()
+
+
+def emptied(x: torch.Tensor) -> torch.Tensor:
+    """x, which nobody else has, without its memory, for a plan to keep: `torch.empty_like` of it
+    takes half of what `torch.empty`, which parses sizes, does."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def call_first(
+    plans: Plans[Any], key: tuple[Any, ...], launch: Launch, new: torch.Tensor,
+    params: tuple[Any, ...], *given: Any,
+) -> torch.Tensor:  # fmt: skip
+    """The first call of its kind; `plans` has what makes the next ones, of `given` like these.
+
+    new: nobody else's, like what a call returns, which is the first parameter; params: the others,
+    GIVEN where a call brings one.
+    """
+    function, grid, block, shared_bytes, _, _, options = launch
+    like, template = emptied(new), [None, *params]
+    places = [place for place, value in enumerate(template) if value is GIVEN]
+
+    def call(*given: Any) -> torch.Tensor:
+        made, values = _empty_like(like), template.copy()
+        values[0] = made
+        for place, value in zip(places, given, strict=True):
+            values[place] = value
+        function(grid, block, shared_bytes, None, tuple(values), **options)
+        return made
+
+    found = call(*given)
+    quick = None
+    if like.is_cuda and hasattr(function, "planned"):  # else nothing that the driver launches
+        make: Any = (_empty_like, (like,))
+        if _empty_cuda is not None:
+            make = (_empty_cuda, (tuple(like.shape), like.stride(), like.dtype))
+        arguments = (grid, block, shared_bytes, None, tuple(template))
+        quick = function.planned(like.get_device(), arguments, options, places, make, call)
+    plans.keep(key, quick or call)
+    return found

@@ -14,21 +14,33 @@ from ..core.launch import Launch, Plans
 _OP = "moe_permute"
 _operands = common.Operands(_OP, "x experts", "out offsets row_id_map")
 _writes = common.Writes(_OP, "out offsets row_id_map x experts", "out offsets row_id_map")
-_THREADS = 256
+_THREADS, _AHEAD = 256, 4  # of csrc/moe/moe_permute.cu
 _MOST_EXPERTS = 1024
 _MOST_SLOTS = 4096  # of a block, in shared memory beside the counts of 1024 experts
 # From here on slots are counted once, in chunks, and not by every block.
 _COUNTED_APART = 8192
 _LEAST_CHUNK, _MOST_CHUNKS = 2048, 64
+# From so many bytes read and written on a launch of its own moves rows; slots are placed
+# ahead of it, from so many on counted apart, in chunks of so many.
+_MUCH = 24 << 20
+_PLACED_APART, _LEAST_PLACED, _MOST_PLACED = 16384, 512, 2048
+_PLACERS, _PLACING_WARPS = 1024, 8  # of csrc/moe/moe_permute.cu
 _UNITS = {16: "vec", 4: "word", 2: "half_word"}
+
+
+class _Launches(NamedTuple):
+    """What makes a permutation, in turn."""
+
+    counting: tuple[Any, ...] | None  # None: the blocks count for themselves
+    counts_size: int
+    placing: tuple[Any, ...] | None  # None: what permutes finds out where rows go
+    permute: tuple[Any, ...]
 
 
 class _Permutation(NamedTuple):
     """The launches of calls of the same layouts."""
 
-    counting: tuple[Any, ...] | None  # None: the blocks count for themselves
-    counts_size: int
-    permute: tuple[Any, ...]
+    launches: _Launches
     spans: common.Spans
 
 
@@ -61,7 +73,7 @@ def moe_permute(
     row_id_map: (tokens, k), int32, contiguous.
 
     Returns (out, offsets, row_id_map). A CUDA tensor runs the shipped cubin on torch's current
-    stream, twice where there are many slots; a CPU tensor runs a reference in torch. With
+    stream, up to three times where there is much; a CPU tensor runs a reference in torch. With
     KERNEL_HUB_DEBUG=1 each call waits, and refuses experts that are neither -1 nor there. No
     backward. Raises TensorError naming the argument that does not fit.
     Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022.
@@ -140,10 +152,38 @@ def _choose(tokens: int, k: int, units: int, num_sms: int) -> tuple[int, int, in
     return width, block_tokens, splits
 
 
-def _plan(
-    x: Any, experts: Any, num_experts: int, out: Any, low_bits: int
-) -> tuple[tuple[Any, ...] | None, int, tuple[Any, ...]]:
-    """(what counts, how many counts, what permutes), for checked arguments."""
+def _plan_apart(
+    tokens: int, k: int, num_experts: int, units: int, strides: list[int], options: Any
+) -> _Launches:
+    """Slots are placed, then rows are moved."""
+    slots = tokens * k
+    chunk = min(_MOST_PLACED, max(_LEAST_PLACED, 1 << (-(-slots // _MOST_CHUNKS) - 1).bit_length()))
+    chunks = -(-slots // chunk)
+    counting = None
+    if slots >= _PLACED_APART:
+        function, numbers = common.shipped(_OP, f"{_OP}_count"), (slots, num_experts, chunk)
+        counting = tuple(
+            Launch(
+                function, (chunks, 1, 1), (_THREADS, 1, 1), 4 * num_experts, numbers,
+                options=options,
+            )
+        )  # fmt: skip
+    placing = Launch(
+        common.shipped(_OP, f"{_OP}_place"), (chunks, 1, 1), (_PLACERS, 1, 1),
+        4 * (2 + _PLACING_WARPS) * num_experts, (slots, num_experts, chunk), options=options,
+    )  # fmt: skip
+    width = min(_THREADS, max(32, 1 << (-(-units // _AHEAD) - 1).bit_length()))
+    at_once = _THREADS // width
+    moving = Launch(
+        common.shipped(_OP, f"{_OP}_rows_vec"), (-(-tokens // at_once), 1, 1), (width, at_once, 1),
+        numbers=(*strides, tokens, k, units), options=options,
+    )  # fmt: skip
+    counts_size = 0 if counting is None else chunks * num_experts
+    return _Launches(counting, counts_size, tuple(placing), tuple(moving))
+
+
+def _plan(x: Any, experts: Any, num_experts: int, out: Any, low_bits: int) -> _Launches:
+    """Choose the kernels and their launch shapes, for checked arguments."""
     (tokens, hidden_size), k = x.shape, experts.shape[1]
     slots, size = tokens * k, x.element_size()
     strides = [t.stride(0) if t.shape[0] > 1 else 0 for t in (out, x)]
@@ -152,6 +192,9 @@ def _plan(
     unit = common.VEC_BYTES if is_vec else size
     units = hidden_size * size // unit
     gpu = device_of(x.device)
+    if is_vec and slots and (k + 1) * x.numel() * size >= _MUCH:
+        unit_strides = [n * size // unit for n in strides]
+        return _plan_apart(tokens, k, num_experts, units, unit_strides, gpu.following)
     width, block_tokens, splits = _choose(
         max(tokens, 1), max(k, 1), max(units, 1), gpu.num_sms
     )  # fmt: skip
@@ -177,14 +220,19 @@ def _plan(
         common.shipped(_OP, f"{_OP}_{_UNITS[unit]}"), grid, block,
         4 * (2 * num_experts + block_tokens * k), numbers, options=gpu.following,
     )  # fmt: skip
-    return count, chunks * num_experts, tuple(launch)
+    return _Launches(count, chunks * num_experts, None, tuple(launch))
+
+
+def _run(launch: tuple[Any, ...], *tensors: Any) -> None:
+    function, grid, block, shared_bytes, numbers, _, options = launch
+    function(grid, block, shared_bytes, None, (*tensors, *numbers), **options)
 
 
 def _cuda_into(
     x: Any, experts: Any, num_experts: int, out: Any, offsets: Any, row_id_map: Any,
     is_given: bool = True,
 ) -> None:  # fmt: skip
-    """One launch, or two. is_given: the caller gave some of what is written."""
+    """One launch, or up to three. is_given: the caller gave some of what is written."""
     tensors = (out, offsets, row_id_map, x, experts)
     addresses = tuple([t.data_ptr() for t in tensors])
     low_bits = (addresses[0] | addresses[3]) & 15
@@ -193,21 +241,21 @@ def _cuda_into(
     if plan is None:
         _check(x, experts, num_experts, out, offsets, row_id_map)
         launches = _plan(x, experts, num_experts, out, low_bits)
-        plan = _plans.keep(key, _Permutation(*launches, _writes.spans(*tensors)))
+        plan = _plans.keep(key, _Permutation(launches, _writes.spans(*tensors)))
     if is_given and addresses not in plan.spans.apart:
         plan.spans.check(addresses)
     flag = bounds.flag(_OP, x)
+    counting, counts_size, placing, permute = plan.launches
     counts = None
     try:
-        if plan.counting is not None:
-            counts = experts.new_empty(plan.counts_size)
-            function, grid, block, shared_bytes, numbers, _, options = plan.counting
-            function(grid, block, shared_bytes, None, (counts, experts, *numbers), **options)
-        function, grid, block, shared_bytes, numbers, _, options = plan.permute
-        function(
-            grid, block, shared_bytes, None,
-            (out, offsets, row_id_map, flag, x, experts, counts, *numbers), **options,
-        )  # fmt: skip
+        if counting is not None:
+            counts = experts.new_empty(counts_size)
+            _run(counting, counts, experts)
+        if placing is None:
+            _run(permute, out, offsets, row_id_map, flag, x, experts, counts)
+        else:
+            _run(placing, offsets, row_id_map, flag, experts, counts)
+            _run(permute, out, x, row_id_map)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
         _check(x, experts, num_experts, out, offsets, row_id_map)

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import KernelHubError, TensorError
 from ..core import common
-from ..core.launch import Launch, Plans
+from ..core.launch import GIVEN, Launch, Plans, call_first
 from . import softmax_plan as planning
 
 _OP, _LOG, _BACKWARD = "softmax", "log_softmax", planning.BACKWARD
@@ -17,7 +17,7 @@ _GRADIENT = common.Operands(_OP, "dout", has_backward=True)
 _writes = common.Writes(_OP, "out x mask", "out", in_place="out=x")
 _writes_gradient = common.Writes(_BACKWARD, "dx dout out", "dx")
 _plans: Plans[tuple[Launch, common.Spans]] = Plans()
-_plain_plans: Plans[tuple[Any, ...]] = Plans()
+_plain_plans: Plans[Any] = Plans()
 _empty_like, _is_quick = torch.empty_like, common.is_quick
 _MOST = common.MAX_NUMBER
 
@@ -77,12 +77,13 @@ def _call(op: str, x: Any, mask: Any, scale: Any, is_log: bool, out: Any) -> tor
                 x.dtype, x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15,
                 x.get_device(),
             )  # fmt: skip
-            plan = _plain_plans.get(key) or _plan_plain(op, x, key)
-            function, grid, block, shared_bytes, numbers, options = plan
-            made: torch.Tensor = _empty_like(x)
-            params = (made, x, None, *numbers, 0, +is_log, scale)
-            function(grid, block, shared_bytes, None, params, **options)
-            return made
+            plan = _plain_plans.get(key)
+            found: torch.Tensor
+            if plan is None:
+                found = _first_plain(op, x, key, +is_log, scale)
+            else:
+                found = plan(x, +is_log, scale)
+            return found
     except common.FOREIGN:
         _OPERANDS[op].check_tensors((x,), (mask, out))
         planning.check(op, x, mask, out)
@@ -97,7 +98,7 @@ def _call(op: str, x: Any, mask: Any, scale: Any, is_log: bool, out: Any) -> tor
         if not is_plain:
             return _registered.run((x, mask, scale, is_log), out)
         if has_gradient:
-            found: torch.Tensor = _Softmax.apply(x, mask, scale, is_log)
+            found = _Softmax.apply(x, mask, scale, is_log)
             return found
         made = _empty_like(x) if out is None else out
         (_cuda_into if x.is_cuda else _cpu_into)(x, mask, scale, is_log, made, out is not None)
@@ -137,12 +138,13 @@ def _run(launch: Launch, tensors: tuple[Any, ...], rest: tuple[Any, ...], check:
         raise
 
 
-def _plan_plain(op: str, x: torch.Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
+def _first_plain(op: str, x: torch.Tensor, key: tuple[Any, ...], *rest: Any) -> torch.Tensor:
     """Of rows of a CUDA tensor without a mask into a new one."""
     planning.check(op, x, None, None)
-    kind = common.DTYPE_TOKENS[x.dtype]
-    launch, _ = _found(_OP, kind, (_empty_like(x), x, None), lambda: None, 4)
-    return _plain_plans.keep(key, (*launch[:5], launch.options))
+    new, kind, given = _empty_like(x), common.DTYPE_TOKENS[x.dtype], GIVEN
+    launch, _ = _found(_OP, kind, (new, x, None), lambda: None, 4)
+    params = (given, None, *launch.numbers, 0, given, given)
+    return call_first(_plain_plans, key, launch, new, params, x, *rest)
 
 
 def _cuda_into(

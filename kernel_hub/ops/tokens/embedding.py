@@ -9,7 +9,7 @@ import torch
 from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.device import device_of
-from ..core.launch import Launch, Plans
+from ..core.launch import GIVEN, Launch, Plans, call_first
 
 _OP = "embedding"
 _INDICES = (torch.int32, torch.int64)
@@ -34,8 +34,8 @@ class EmbeddingGiven(NamedTuple):
 
 
 _plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
-_plain_plans: Plans[tuple[Any, ...]] = Plans()
-_empty_like, _is_quick = torch.empty_like, common.is_quick
+_plain_plans: Plans[Any] = Plans()
+_is_quick = common.is_quick
 _operands = common.Operands(_OP, "ids weight", "position_weight positions out")
 _writes = common.Writes(_OP, "out ids weight position_weight positions", "out")
 
@@ -220,17 +220,16 @@ def _cuda_plain(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ids.get_device(),
     )  # fmt: skip
     plan = _plain_plans.get(key)
-    if plan is None:
-        given = EmbeddingGiven(ids, weight, None, None, None, 0, None)
-        _check(*given)
-        like = _new(ids, weight)
-        launch = _plan(given, like, key[6])
-        plan = _plain_plans.keep(key, (*launch[:5], launch.options, common.emptied(like)))
-    function, grid, block, shared_bytes, numbers, options, like = plan
-    out = _empty_like(like)
-    params = (out, bounds.flag(_OP, weight), ids, weight, None, None, *numbers)
-    function(grid, block, shared_bytes, None, params, **options)
-    return out
+    tensors = (bounds.flag(_OP, weight), ids, weight)
+    if plan is not None:
+        found: torch.Tensor = plan(*tensors)
+        return found
+    given = EmbeddingGiven(ids, weight, None, None, None, 0, None)
+    _check(*given)
+    new, one = _new(ids, weight), GIVEN
+    launch = _plan(given, new, key[6])
+    params = (one, one, one, None, None, *launch.numbers)
+    return call_first(_plain_plans, key, launch, new, params, *tensors)
 
 
 def _cuda_into(

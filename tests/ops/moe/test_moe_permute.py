@@ -35,12 +35,18 @@ def check_permuted(found: tuple[torch.Tensor, ...], x: torch.Tensor, experts: to
     same_bits(found[0][: len(rows)], rows)
 
 
-@pytest.fixture(params=["itself", "chunks"])
+@pytest.fixture(params=["itself", "chunks", "placed", "placed by chunks"])
 def counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether each block counts all slots, or a launch before it, in many small chunks."""
-    monkeypatch.setattr(op, "_COUNTED_APART", 0 if request.param == "chunks" else 1 << 30)
-    if request.param == "chunks":
-        monkeypatch.setattr(op, "_LEAST_CHUNK", 16)
+    """Whether each block counts all slots, or a launch before it, in many small chunks; whether
+    that is another launch's than the one which moves rows."""
+    kind = request.param
+    for name in ("_COUNTED_APART", "_PLACED_APART"):
+        monkeypatch.setattr(op, name, 0 if "chunks" in kind else 1 << 30)
+    monkeypatch.setattr(op, "_MUCH", 0 if "placed" in kind else 1 << 40)
+    if kind != "itself":
+        for name in ("_LEAST_CHUNK", "_LEAST_PLACED"):
+            monkeypatch.setattr(op, name, 16)
+    op._plans.clear()
 
 
 @pytest.mark.usefixtures("counts")
