@@ -7,6 +7,7 @@ every later launch is that launcher.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from . import driver as _driver
 from .arrays import interop
 from .driver import apart
-from .errors import DriverNotFoundError, FunctionNotFoundError, ParamsError
+from .errors import CudaDriverError, DriverNotFoundError, FunctionNotFoundError, ParamsError
 from .image.demangle import Symbols, cxx_names
 from .image.retyped import DeclaredImage
 from .image.shipped import Image, open_image
-from .launch import loader
+from .launch import c_launcher, loader
 from .launch.bound import BoundLaunch
 from .launch.function import KernelFunction, device_number, hook_fork, live
 from .launch.hinted import HintedFunction
@@ -310,6 +311,16 @@ def _capability_at_hand(device: Any) -> tuple[int, int]:
             f"arch=None compiles for the GPU at hand; without one name it: arch='sm90'. {error}",
             tried=error.tried,
         ) from error
+
+
+def open_ahead() -> None:
+    """Open what the first launch of any kernel asks for: the C launcher's library, and where torch
+    uses a GPU already, the driver. What is wrong with either, the launch says."""
+    c_launcher.available()
+    torch = interop.loaded_torch()
+    if torch is not None and torch.cuda.is_initialized():
+        with contextlib.suppress(DriverNotFoundError, CudaDriverError):
+            _driver.get()
 
 
 def _reset_for_tests() -> None:

@@ -22,6 +22,7 @@ from .collection.manifest import open_collection
 from .collection.resolve import names_target
 from .errors import CubinNotFoundError, ParamsError, listed, nearest
 from .kernel import Kernel
+from .kernel import open_ahead as open_ahead
 
 ENTRY_POINT_GROUP = "kernel_hub.cubins"
 _VERSION = re.compile(r"\d+(\.\w+)*([+!-]\w[\w.]*)?")

@@ -374,3 +374,15 @@ def test_the_package_exports_what_it_says() -> None:
     with pytest.raises(AttributeError):
         _ = kernel_hub.nothing
     assert "libcuda" not in sys.modules
+
+
+def test_documented(probe: KernelFunction) -> None:
+    """A function with what it takes, a class of functions without."""
+    text = KernelFunction.__doc__
+    assert text and text.startswith("One function of a Kernel")
+    assert probe.__doc__ == f"{probe.spec.describe()}\n\n{text}"
+
+    class Other(KernelFunction):
+        """Another."""
+
+    assert Other.__doc__ == "Another."

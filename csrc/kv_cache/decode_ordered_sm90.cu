@@ -6,18 +6,19 @@
 // That kernel takes blocks of 128 keys from the last one to the first. Scores are sums of their
 // own, so whoever makes them; so are a block's probabilities once the running maximum is known;
 // what has an order is the sum over keys, a column at a time. Here a cluster is an item (a sequence
-// and a kv head). Each of its warps makes the scores of a block of keys; all blocks get the blocks'
-// largest scores, from which each finds the running maximum; all get all probabilities (st.async),
-// and each adds the values of 16 columns of its own, in that order. Rows are the query heads of the
-// kv head, up to 8.
+// and a kv head). Warps that score have a block of keys of each round of 16; all blocks of the
+// cluster get the keys' blocks' largest scores, from which each finds the running maximum; all get
+// all probabilities (st.async), and warps that add have eight columns of values each, in that
+// order. Rounds are scored while those before are added. Rows are the query heads of the kv head,
+// up to 8.
 //
 // NOTE: mma.sync's 16 products and an addend have the bits of one step of wgmma; tests hold it.
 //
-// Shared memory: the warps' rings of keys, then in their place a round's probabilities; the block's
-// columns of values, of 11 blocks of keys; a round's largest scores, twice; mbarriers.
+// Shared memory: the warps' rings of keys; two rounds' probabilities; the block's columns of
+// values, of 10 or 20 blocks of keys; eight rounds' largest scores; mbarriers.
 //
-// Variants: dtype, of head_dim 128. Sources: Dao et al., "FlashAttention-2", 2023; PTX ISA 8.7,
-// st.async.
+// Variants: dtype, of head_dim 128; clusters of four, or of eight, which find half the places.
+// Sources: Dao et al., "FlashAttention-2", 2023; PTX ISA 8.7, st.async.
 
 #include "kv_cache/decode/sm90/ordered.cuh"
 
@@ -34,13 +35,14 @@ constexpr LaunchFacts ordered_facts() {
             .cluster_n = C::kBlocks};
 }
 
-#define EXPORT_ORDERED(DTYPE, T, HEAD_DIM, BLOCKS)                                                 \
+#define EXPORT_ORDERED(DTYPE, T, HEAD_DIM, BLOCKS, SUFFIX)                                         \
     DESCRIBED(                                                                                     \
-        decode_ordered_sm90_##DTYPE##_hdim##HEAD_DIM,                                              \
+        decode_ordered_sm90_##DTYPE##_hdim##HEAD_DIM##SUFFIX,                                      \
         "x: blocks of a cluster, y: kv heads, z: sequences",                                       \
         (ordered_facts<OrderedConfig<T, HEAD_DIM, BLOCKS>>()),                                     \
         extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1)                                  \
-        __launch_bounds__(256, 1) decode_ordered_sm90_##DTYPE##_hdim##HEAD_DIM(                    \
+        __launch_bounds__(OrderedConfig<T, HEAD_DIM, BLOCKS>::kThreads, 1)                         \
+        decode_ordered_sm90_##DTYPE##_hdim##HEAD_DIM##SUFFIX(                                      \
             T* out, float* lse, int* flag, const T* q, const T* k_cache, const T* v_cache,         \
             const int* cache_seqlens, const int* block_table, int64_t out_batch_stride,            \
             int64_t out_head_stride, int64_t q_batch_stride, int64_t q_head_stride,                \
@@ -77,7 +79,9 @@ constexpr LaunchFacts ordered_facts() {
         })
 
 // {op}_sm90_{dtype}_hdim{head_dim}
-EXPORT_ORDERED(fp16, __half, 128, 4)
-EXPORT_ORDERED(bf16, __nv_bfloat16, 128, 4)
+EXPORT_ORDERED(fp16, __half, 128, 4, )
+EXPORT_ORDERED(bf16, __nv_bfloat16, 128, 4, )
+EXPORT_ORDERED(fp16, __half, 128, 8, _cluster8)
+EXPORT_ORDERED(bf16, __nv_bfloat16, 128, 8, _cluster8)
 
 }  // namespace kernel_hub::kv_cache::decode::sm90

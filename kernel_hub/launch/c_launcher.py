@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..arrays.interop import loaded_torch
 from ..collection.manifest import open_collection
 from ..errors import KernelHubError
-from ..signature.c_types import TypeInfo
+from ..signature.c_types import type_info
 from ..signature.params import Param
 from .c_structs import (
     MAX_PARAMS,
@@ -162,12 +162,10 @@ def why_not() -> str:
     return f"{VARIABLE}=0" if os.environ.get(VARIABLE, "1") == "0" else _opened()[1]
 
 
-def _param(param: Param, dtype: Any) -> ParamStruct | None:
-    return _param_of(param.code, param.size_bytes, param.info, dtype)
-
-
 @lru_cache(maxsize=256)  # of a kernel's sixty most are alike
-def _param_of(code: str, size_bytes: int, info: TypeInfo | None, dtype: Any) -> ParamStruct | None:
+def _param_of(type_text: str | None, size_bytes: int, dtype: Any) -> ParamStruct | None:
+    info = type_info(type_text) if type_text else None
+    code = Param(0, "", type_text, size_bytes, 0, info).code
     if code.endswith("s"):  # of no size that a number has
         return ParamStruct(_BYTES, size_bytes)
     if info is None:
@@ -228,7 +226,8 @@ class Launcher:
         function whose launches are partly given.
         """
         given = len(function.params) - (fixed.num_hidden if fixed else 0)
-        made = [_param(p, dtype) for p, dtype in zip(function.params, dtypes, strict=True)][:given]
+        every = zip(function.params, dtypes, strict=True)
+        made = [_param_of(p.type, p.size_bytes, dtype) for p, dtype in every][:given]
         exchange = _exchange(torch.Tensor)
         one_gpu = function.driver.device_count == 1
         if len(dtypes) > MAX_PARAMS or None in made or not (one_gpu or exchange.as_dltensor):

@@ -18,7 +18,7 @@ from .. import driver as _driver
 from ..arrays import interop
 from ..driver import apart
 from ..errors import LaunchConfigError
-from ..image.shipped import FunctionSpec
+from ..signature.function_spec import Documented, FunctionSpec
 from ..signature.params import ordered
 from . import generated
 from .c_launcher import Fixed, Launcher
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 live: weakref.WeakSet[KernelFunction] = weakref.WeakSet()
 
 
-class KernelFunction(partial):  # type: ignore[type-arg]
+class KernelFunction(partial, Documented):  # type: ignore[type-arg]
     """One function of a Kernel. Call it to launch:
 
     f(gridDim, blockDim, sharedMemBytes=0, stream=None, params=(), *, cluster=None,
@@ -92,7 +92,6 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         self._launch, self._native, self._armed = launch, None, False
         self._loader, self._spec, self._states, self._lock = loader, spec, states, loader.lock
         self.__name__ = spec.name
-        self.__doc__ = f"{spec.describe()}\n\n{cls.__doc__}"
         return self
 
     @property

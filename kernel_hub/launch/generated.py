@@ -220,7 +220,7 @@ def torch_names(params: Sequence[Param]) -> dict[str, Any]:
         "current_stream": interop.raw_stream_getter() or interop.current_stream,
     }
     for param in params:
-        if param.info is not None and param.info.dtype:
+        if param.info is not None and param.info.dtype and _may_be_pointer(param):
             names[f"dtype{param.position}"] = interop.torch_dtype(param.info.dtype) or _NO_TORCH
     return names
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..collection.manifest import FunctionEntry, LaunchFacts
 from .params import Param
@@ -102,3 +102,22 @@ def spec_of(function: FunctionEntry | FunctionInfo, arch: str, params: list[Para
         function.cluster,
         launch=getattr(function, "launch", None),
     )
+
+
+class _Doc:
+    """`__doc__` of a class, and of its functions with what each takes: written when asked for."""
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text
+
+    def __get__(self, function: Any, owner: Any = None) -> str | None:
+        return self._text if function is None else f"{function.spec.describe()}\n\n{self._text}"
+
+
+class Documented:
+    """A base of classes of functions, which have a `spec`: gives each class such a `__doc__`."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.__doc__ = _Doc(cls.__doc__)  # type: ignore[assignment]

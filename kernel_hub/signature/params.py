@@ -66,14 +66,12 @@ class Param(NamedTuple):
         cls, index: int, name: str | None, type_text: str | None, size_bytes: int, offset: int
     ) -> Param:
         """A parameter; a declared type whose size disagrees with the image's is refused."""
-        info = type_info(type_text) if type_text else None
+        spelled, info, scalars = _known(type_text, size_bytes)
         if info is not None and info.size_bytes != size_bytes:
             raise ParamsError(
                 f"parameter {index} is declared {type_text} ({info.size_bytes} bytes) but the "
                 f"kernel takes {size_bytes} bytes there"
             )
-        spelled = canonical(type_text) if type_text else None
-        scalars = _scalars(info.kind if info else None, size_bytes)
         return cls(index, name or f"arg{index}", spelled, size_bytes, offset, info, scalars)
 
     @property
@@ -260,10 +258,16 @@ class Param(NamedTuple):
         return data if code.endswith("s") else struct.unpack(f"<{code}", data)[0]
 
 
-@lru_cache(maxsize=64)
-def _scalars(kind: str | None, size_bytes: int) -> frozenset[type]:
-    known = {None: _OF_ANY_KIND, "pointer": {ctypes.c_void_p}, "int": _INTEGERS, "uint": _INTEGERS}
-    return frozenset(c for c in known.get(kind, ()) if ctypes.sizeof(c) == size_bytes)
+@lru_cache(maxsize=256)  # of a kernel's sixty most are alike
+def _known(
+    type_text: str | None, size_bytes: int
+) -> tuple[str | None, TypeInfo | None, frozenset[type]]:
+    """(its one spelling, what is known of the type, `Param.scalars`)."""
+    info = type_info(type_text) if type_text else None
+    kinds = {None: _OF_ANY_KIND, "pointer": {ctypes.c_void_p}, "int": _INTEGERS, "uint": _INTEGERS}
+    scalars = kinds.get(info.kind if info else None, ())
+    spelled = canonical(type_text) if type_text else None
+    return spelled, info, frozenset(c for c in scalars if ctypes.sizeof(c) == size_bytes)
 
 
 def _same_dtype(expected: str, found: str) -> bool:

@@ -54,7 +54,10 @@ from .versions import written as written
 
 if torch.version.cuda is not None:  # with the ops, not in the first call: 15 ms
     from ...arrays import tensor_map as tensor_map
+    from ...registry import open_ahead
     from ...registry import own as own
+
+    open_ahead()
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}

@@ -20,6 +20,7 @@ _returned: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 _capture = threading.local()  # its taken: what the capture under way in this thread has so far
 _RESERVE = 1 << 20  # counters
 _LINE = 32  # counters of a cache line
+_FEW = 4096  # counters
 # (number, index of the device, type of the device) of a device's; not a public name of torch's.
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 
@@ -75,6 +76,8 @@ def zeros_begun(
 
     def make() -> torch.Tensor:
         before()
+        if count <= _FEW:  # by a copy, which waits by itself: a kernel that fills is to be loaded
+            return torch.zeros(count, dtype=torch.int32, device="cpu").to(device)
         made = torch.zeros(count, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()
         return made

@@ -48,6 +48,7 @@ def launch_facts(cubin: str, function: str, compute_capability: tuple[int, int] 
     return Stated(facts.block, facts.shared_bytes, facts.sizes)
 
 
+@functools.cache
 def launch_sizes(cubin: str, function: str) -> Mapping[str, int]:
     """The sizes alone, of a kernel for Hopper whose blocks may be of several sizes too."""
     facts = _facts(cubin, function, SM90)
@@ -126,7 +127,7 @@ def device_of(device: torch.device) -> PlannedGpu:
         return _pretended
     if device.type != "cuda":
         return EMULATED
-    found = torch.cuda.get_device_properties(device)
+    found = _properties(device)
     return PlannedGpu(
         (found.major, found.minor),
         found.multi_processor_count,
@@ -135,6 +136,15 @@ def device_of(device: torch.device) -> PlannedGpu:
         getattr(found, "shared_memory_per_multiprocessor", EMULATED.sm_shared_bytes),
         _peak_bytes_a_us(found),
     )
+
+
+def _properties(device: torch.device) -> Any:
+    """As `torch.cuda.get_device_properties` has them, which asks NVML how many GPUs there are: 0.8
+    ms of a first call."""
+    read = getattr(torch.cuda, "_get_device_properties", None)  # once CUDA has begun
+    if read is None or device.index is None:
+        return torch.cuda.get_device_properties(device)
+    return read(device.index)
 
 
 def _peak_bytes_a_us(found: Any) -> float:

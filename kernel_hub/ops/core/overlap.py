@@ -106,11 +106,15 @@ class Spans:
 
     def __init__(self, writes: Writes, tensors: tuple[torch.Tensor | None, ...]) -> None:
         given = [(n, x) for n, x in zip(writes.names, tensors, strict=True) if x is not None]
-        layouts = [_layout_of(x) for _, x in given]
         self._op = writes.op
         self._names = [name for name, _ in given]
-        self._shown = [say(x) for _, x in given]
         self._pairs = []
+        self.apart = {}
+        _spans.add(self)
+        if writes.written.isdisjoint(self._names):  # nothing to meet
+            return
+        layouts = [_layout_of(x) for _, x in given]
+        self._shown = [say(x) for _, x in given]
         for a, b in itertools.permutations(range(len(given)), 2):
             names = self._names[a], self._names[b]
             reaches = _reach(layouts[a]), _reach(layouts[b])
@@ -120,8 +124,6 @@ class Spans:
             if all(reaches):
                 may_be = frozenset(names) in writes.in_place and layouts[a] == layouts[b]
                 self._pairs.append((a, b, *reaches, may_be, layouts[a], layouts[b]))
-        self.apart = {}
-        _spans.add(self)
 
     def check(self, addresses: tuple[int, ...]) -> None:
         """Raise TensorError where a tensor that is written meets another; else remember.

@@ -27,8 +27,11 @@ choice: bool | None = None
 CUBIN = "decode_ordered_sm90"
 HEAD_DIM, PAGE_MULTIPLE, _VECTOR = 128, 16, 8
 # Clusters that find a place at once are a fifth of the multiprocessors (132: 26 to 31 of four
-# blocks); twice as many items are still faster than whole tiles from so many tokens on.
-_AT_ONCE, _LONG = 5, 4096
+# blocks), of eight a ninth (15). From so many tokens on twice as many items are still faster than
+# whole tiles, and clusters of eight faster than of four.
+_AT_ONCE, _AT_ONCE_WIDE, _LONG, _LONG_WIDE = 5, 9, 1024, 2048
+# Blocks of a cluster: None, as many as are faster. For tests.
+cluster: int | None = None
 _OP = "decode_attention"
 _EXTRAS = ("k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale", "alibi_slopes", "sinks")
 _writes = common.Writes(_OP, "q k_cache v_cache cache_seqlens block_table out", "out")
@@ -84,12 +87,19 @@ def is_faster(given: DecodeGiven) -> bool:
     return bool(items <= (2 * most if _room(given) >= _LONG else most))
 
 
+def is_wide_faster(given: DecodeGiven) -> bool:
+    """Whether clusters of eight are, which read more at once, and find fewer places."""
+    most = device_of(given.q.device).num_sms // _AT_ONCE_WIDE
+    return bool(given.q.shape[0] * given.k_cache.shape[2] <= most and _room(given) >= _LONG_WIDE)
+
+
 def plan(given: DecodeGiven) -> Launch:
     """The launch, of a step that they take."""
     q, k_cache, v_cache, table, out = (
         given.q, given.k_cache, given.v_cache, given.block_table, given.out,
     )  # fmt: skip
-    name = f"{CUBIN}_{common.DTYPE_TOKENS[q.dtype]}_hdim{HEAD_DIM}"
+    is_wide = cluster == 8 if cluster else is_wide_faster(given)
+    name = f"{CUBIN}_{common.DTYPE_TOKENS[q.dtype]}_hdim{HEAD_DIM}{'_cluster8' * is_wide}"
     stated = launch_facts(CUBIN, name)
     numbers = (
         out.stride(0), out.stride(2), q.stride(0), q.stride(2), *k_cache.stride()[:3],
@@ -111,7 +121,7 @@ def run(given: DecodeGiven, right: int, return_lse: bool) -> Any:
     low_bits = (low_bits if out is None else low_bits | out.data_ptr()) % common.VEC_BYTES
     tensors = (q, k_cache, v_cache, lengths, table, out)
     key = (
-        choice, low_bits, given.softmax_scale, q.device,
+        choice, cluster, low_bits, given.softmax_scale, q.device,
         *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors],
     )  # fmt: skip
     found = _plans.get(key, _plans)

@@ -101,9 +101,12 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     items = given.q.shape[0] * given.k_cache.shape[2] * row_blocks(given)
     every = costs.sizes_of(problem)
     room = every[0].seqlen_k
-    us, shape = best_shape(every, sizes_of(given), items, num_sms)
-    few = num_sms // (2 if is_small(given) else 8)
-    if items <= few and width_of(given) <= _WIDTHS[1] and room <= _FEW_LONGEST:
+    is_narrow, us = is_small(given), 0.0
+    few = num_sms // (2 if is_narrow else 8)
+    is_few = items <= few and width_of(given) <= _WIDTHS[1] and room <= _FEW_LONGEST
+    if not (is_few and is_narrow):  # whose time nobody asks
+        us, shape = best_shape(every, sizes_of(given), items, num_sms)
+    if is_few:
         shape = few_shape(items, room, num_sms)
     if choice:
         return shape
@@ -123,7 +126,7 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     ):
         return 0, 0
     # Attention's tiles of more rows read a cache less often.
-    is_slower = not is_small(given) and split.can_take(problem) and split.best_way(problem).us < us
+    is_slower = not is_narrow and split.can_take(problem) and split.best_way(problem).us < us
     if is_slower and (room > _LONGEST_SLOWER or sm90.applies(given, parts_of(given))):
         return 0, 0
     return shape

@@ -14,6 +14,7 @@ from emulated_attention import hopper_attention
 from ways import Way
 
 from kernel_hub.ops import decode_attention
+from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.kv_cache import decode_ordered as ordered
 
 DRAWN = 60
@@ -38,7 +39,8 @@ def given_of(
 
 
 def found_by(
-    way: Way, patch: pytest.MonkeyPatch, given: dict[str, Any], choice: bool, **more: Any
+    way: Way, patch: pytest.MonkeyPatch, given: dict[str, Any], choice: bool,
+    cluster: int | None = None, **more: Any,
 ) -> Any:  # fmt: skip
     """(out, lse) by these kernels or by whole tiles."""
     planned: list[Any] = []
@@ -47,6 +49,7 @@ def found_by(
         if not way.is_gpu:
             inner.setattr(ordered, "applies", ordered.fits)
         inner.setattr(ordered, "choice", choice)
+        inner.setattr(ordered, "cluster", cluster)
         inner.setattr(ordered, "plan", lambda step: planned.append(step) or plan(step))
         inner.setattr(ordered, "_plans", type(ordered._plans)())
         found = decode_attention(**given, return_lse=True, deterministic="batch", **more)
@@ -55,12 +58,13 @@ def found_by(
 
 
 def check(way: Way, patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    out = torch.full_like(given["q"], float("nan"))
-    found = found_by(way, patch, given, True, out=out)
-    assert found[0] is out
     whole = found_by(way, patch, given, False)
-    for name, a, b in zip(("out", "lse"), found, whole, strict=True):
-        same_bits(a, b, name=name)
+    for cluster in (4, 8):
+        out = torch.full_like(given["q"], float("nan"))
+        found = found_by(way, patch, given, True, cluster, out=out)
+        assert found[0] is out
+        for name, a, b in zip(("out", "lse"), found, whole, strict=True):
+            same_bits(a, b, name=f"{name} by clusters of {cluster}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -68,14 +72,14 @@ def check(way: Way, patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     ("lengths", "heads", "head_dim", "page_size"),
     [
         ((130,), (4, 1), 128, 16), ((1, 129, 0, -1, 700), (8, 2), 128, 64),
-        ((300, 128), (7, 1), 128, 0), ((1500,), (2, 2), 128, 32), ((4500,), (3, 1), 128, 16),
+        ((300, 128), (7, 1), 128, 0), ((1500,), (2, 2), 128, 32), ((9100,), (3, 1), 128, 16),
     ],
 )  # fmt: skip
 def test_bits(
     hopper_way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
     lengths: tuple[int, ...], heads: tuple[int, int], head_dim: int, page_size: int,
 ) -> None:  # fmt: skip
-    """4,500 keys are more than a cluster takes at once."""
+    """A cluster scores 2,048 keys at once, in two places in turn: 9,100 come back to each twice."""
     given = given_of(hopper_way, lengths, heads, head_dim, page_size, dtype)
     check(hopper_way, monkeypatch, given)
 
@@ -124,3 +128,18 @@ def test_steps_for_whole_tiles(hopper_way: Way, monkeypatch: pytest.MonkeyPatch,
         more.get("window_size", (-1, 0))[0], more.get("softcap", 0.0), 0, None,
     )  # fmt: skip
     assert not (ordered.fits(step) and step.q.data_ptr() % 16 == 0)
+
+
+def test_which_clusters() -> None:
+    """Of eight blocks where all find a place, of long caches; none where too many wait."""
+
+    def found(batch_size: int, tokens: int) -> tuple[bool, bool]:
+        cache = torch.empty(batch_size, tokens, 8, 128, dtype=torch.bfloat16, device="meta")
+        q = torch.empty(batch_size, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+        step = ordered.DecodeGiven(q, cache, cache, *[None] * 11, False, 0, 0.1, -1, 0.0, 0, None)
+        with pretend(PlannedGpu((9, 0), 132)):
+            return ordered.is_faster(step), ordered.is_wide_faster(step)
+
+    assert found(1, 8192) == found(1, 2048) == (True, True)
+    assert found(1, 1024) == found(2, 8192) == found(6, 1024) == (True, False)
+    assert found(8, 1024) == found(6, 256) == (False, False)

@@ -121,6 +121,12 @@ def shape_of(
         return decode_short.shape_for(given)
 
 
+def test_few_items_ask_for_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call of the smallest steps does without."""
+    monkeypatch.setattr(decode_short, "best_shape", lambda *_: pytest.fail("they were worked out"))
+    assert shape_of(1, 1, 1024, (32, 8)) == (8, 8)
+
+
 def test_which(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was fastest, or hardly slower; nothing where another kernel is."""
     monkeypatch.setattr(SM90, "applies", SM90.fits)  # attention's kernels, of tensors on no GPU

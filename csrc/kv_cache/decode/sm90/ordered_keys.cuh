@@ -20,30 +20,38 @@ constexpr float kRescaleBits = 8.f;
 template <typename T_, int kHeadDim_, int kBlocks_>
 struct OrderedConfig {
     using T = T_;
-    static constexpr int kHeadDim = kHeadDim_, kTile = 16, kRowTiles = 1, kRows = 8;
+    // kTile: keys of a unit, which a warp multiplies at once.
+    static constexpr int kHeadDim = kHeadDim_, kTile = 32, kRowTiles = 1, kRows = 8;
     static constexpr bool kQuantised = false;
-    static constexpr int kWarps = 8, kThreads = 32 * kWarps;
     static constexpr int kBlocks = kBlocks_;             // of a cluster
     static constexpr int kColumns = kHeadDim / kBlocks;  // of the output, of a block
     static constexpr int kValueChunks = kColumns / 8, kValueRowBytes = 2 * kColumns;
-    static constexpr int kSumming = kColumns / 8;       // warps that add values, the last ones
-    static constexpr int kLoaders = kWarps - kSumming;  // those that load values
+    // Warps that make scores, in teams that have a round each in turn; that load values; that add
+    // them.
+    static constexpr int kTeam = 16 / kBlocks, kTeams = kBlocks == 8 ? 2 : 1;
+    static constexpr int kScoring = kTeams * kTeam, kLoading = 4, kSumming = kColumns / 8;
+    static constexpr int kWarps = kScoring + kLoading + kSumming, kThreads = 32 * kWarps;
     static constexpr int kChunks = kHeadDim / 8;
-    static constexpr int kTiles = kBlockKeys / kTile, kAhead = 4;  // tiles of a warp's ring
-    static constexpr int kTileBytes = kTile * kHeadDim * 2;
-    static constexpr int kRingBytes = kWarps * kAhead * kTileBytes;
+    static constexpr int kTiles = kBlockKeys / 16;  // of 16 keys, which lie on one page
+    static constexpr int kUnits = kBlockKeys / kTile, kUnitBytes = kTile * kHeadDim * 2;
+    static constexpr int kAhead = 8 / kScoring;  // units of a warp's ring
+    static constexpr int kRingBytes = kScoring * kAhead * kUnitBytes;
     // Of a block of keys: a lane's probabilities, four vectors, then its sum and its row's factor.
     static constexpr int kProbBytes = 32 * 16 * kTiles / 2, kSentBytes = kProbBytes + 32 * 8;
-    static constexpr int kRound = kBlocks * kWarps;  // blocks of keys in flight
-    static constexpr int kAreaBytes =
-        kRingBytes > kRound* kSentBytes ? kRingBytes : kRound * kSentBytes;
-    static constexpr int kValueSlots = kColumns == 16 ? 18 : 11;
+    static constexpr int kRound = kBlocks * kTeam;  // blocks of keys that a team scores at once
+    static constexpr int kHalfBytes = kRound * kSentBytes;  // a round's probabilities
+    static constexpr int kValueSlots = kColumns == 16 ? 20 : 10;
     static constexpr int kValueBytes = kBlockKeys * kValueRowBytes;
-    static constexpr int kMaxBytes = kRound * kRows * 4;
-    static constexpr int kBarriers = 1 + kWarps + 2 * kValueSlots;
-    static constexpr int kSharedBytes =
-        kAreaBytes + kValueSlots * kValueBytes + 2 * kMaxBytes + 8 * kBarriers + 2 * 4 * kRows;
+    // NOTE: largest scores are sent over those of kMaxima rounds before, which all teams have read
+    // by then: who sends has waited for the round three before, so that its senders have finished
+    // the last one of theirs.
+    static constexpr int kMaxBytes = kRound * kRows * 4, kMaxima = 8;
+    static constexpr int kBarriers = kMaxima + 3 + 2 * kTeam + 2 * kValueSlots;
+    static constexpr int kSharedBytes = kRingBytes + 2 * kHalfBytes + kValueSlots * kValueBytes +
+                                        kMaxima * kMaxBytes + 8 * kBarriers + 4 * kRows;
     static_assert(kValueChunks == 2 || kValueChunks == 4, "what value_place spreads over banks");
+    static_assert(kAhead == 2 || kAhead == 4, "what score waits for");
+    static_assert((kRound & (kRound - 1)) == 0, "a power of two");
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of a multiprocessor");
 };
 
@@ -71,8 +79,8 @@ struct Ordered {
     using Args = OrderedArgs<T>;
     const Args& args;
     const int lane_idx, warp_idx, rank, batch_idx, kv_head, group;
-    const uint32_t area, values, maxima, barriers;
-    int length, num_blocks;
+    const uint32_t area, probs, values, maxima, barriers;
+    int given, length, num_blocks;
     float row_shift = -INFINITY;  // of row lane / 4, before the round
     bool is_outside = false;
 
@@ -85,19 +93,42 @@ struct Ordered {
           kv_head(blockIdx.y),
           group(args_.num_heads / args_.num_kv_heads),
           area(shared_address(dynamic_shared())),
-          values(area + C::kAreaBytes),
+          probs(area + C::kRingBytes),
+          values(probs + 2 * C::kHalfBytes),
           maxima(values + C::kValueSlots * C::kValueBytes),
-          barriers(maxima + 2 * C::kMaxBytes) {}
+          barriers(maxima + C::kMaxima * C::kMaxBytes) {}
 
-    __device__ __forceinline__ uint32_t maxima_there() const { return barriers; }
-    __device__ __forceinline__ uint32_t probs_there(int warp) const {
-        return barriers + 8 * (1 + warp);
+    __device__ __forceinline__ void read_length() {
+        given = *static_cast<const volatile int*>(args.cache_seqlens + batch_idx);
+        length = max(0, min(given, args.max_tokens));
+        num_blocks = (length + kBlockKeys - 1) / kBlockKeys;
+    }
+
+    // Rounds have two halves of the probabilities' places in turn.
+    __device__ __forceinline__ uint32_t maxima_there(int round) const {
+        return barriers + 8 * (round % C::kMaxima);
+    }
+    __device__ __forceinline__ uint32_t probs_free(int half) const {
+        return barriers + 8 * (C::kMaxima + half);
+    }
+    __device__ __forceinline__ uint32_t shift_there() const {
+        return barriers + 8 * (C::kMaxima + 2);
+    }
+    __device__ __forceinline__ uint32_t probs_there(int half, int warp) const {
+        return barriers + 8 * (C::kMaxima + 3 + half * C::kTeam + warp);
     }
     __device__ __forceinline__ uint32_t value_full(int slot) const {
-        return barriers + 8 * (1 + C::kWarps + slot);
+        return barriers + 8 * (C::kMaxima + 3 + 2 * C::kTeam + slot);
     }
     __device__ __forceinline__ uint32_t value_empty(int slot) const {
         return value_full(C::kValueSlots + slot);
+    }
+    __device__ __forceinline__ float* row_shifts() const {
+        return reinterpret_cast<float*>(dynamic_shared() + C::kSharedBytes - 4 * C::kRows);
+    }
+    // Blocks of a round, whose first one from the end is `first`; none behind the last round.
+    __device__ __forceinline__ int count_from(int first) const {
+        return max(0, min(num_blocks - first, C::kRound));
     }
 
     // Lane l < 8: the page of the keys from 16 l on in a block; -1 where it ends before them.
@@ -121,22 +152,26 @@ struct Ordered {
         return is_there ? page * page_stride + in_page * token_stride : -1;
     }
 
-    // Starts the copies of 16 keys into this warp's ring, zeros where there are none.
-    __device__ __forceinline__ void load_keys(int block, int tile, int64_t places,
+    // Starts the copies of a unit of keys into this warp's ring, zeros where there are none.
+    __device__ __forceinline__ void load_keys(int block, int unit, int64_t places,
                                               uint32_t target) const {
         constexpr int kRowsAtOnce = 32 / C::kChunks;
-        const int64_t place = __shfl_sync(kAllLanes, places, tile);
         const int chunk = lane_idx % C::kChunks, first_row = lane_idx / C::kChunks;
-        const int count = place >= 0 ? length - block * kBlockKeys - 16 * tile - first_row : 0;
-        const T* source = args.k_cache + kv_head * args.k_cache_head_stride + place +
-                          first_row * args.k_cache_token_stride + 8 * chunk;
-#pragma unroll
-        for (int i = 0; i < C::kTile; i += kRowsAtOnce) {
-            cp_async_16(target + swizzled<C::kChunks>(i + first_row, chunk), source, i < count,
-                        read_once_policy());
-            source += kRowsAtOnce * args.k_cache_token_stride;
+#pragma unroll 1
+        for (int half = 0; half < C::kTile / 16; ++half) {
+            const int tile = C::kTile / 16 * unit + half;
+            const int64_t place = __shfl_sync(kAllLanes, places, tile);
+            const int count = place >= 0 ? length - block * kBlockKeys - 16 * tile - first_row : 0;
+            const T* source = args.k_cache + kv_head * args.k_cache_head_stride + place +
+                              first_row * args.k_cache_token_stride + 8 * chunk;
+#pragma unroll 4
+            for (int i = 0; i < 16; i += kRowsAtOnce) {
+                cp_async_16(target + swizzled<C::kChunks>(i + first_row, chunk), source, i < count,
+                            read_once_policy());
+                source += kRowsAtOnce * args.k_cache_token_stride;
+            }
+            target += C::kUnitBytes / 2;
         }
-        cp_async_commit();
     }
 
     // Where eight columns of a key's values lie in a slot: eight keys' on different banks.
@@ -145,18 +180,19 @@ struct Ordered {
         return C::kValueRowBytes * key + 16 * (chunk ^ mask);
     }
 
-    // Starts the copies of this block's columns of 128 values, the `at`-th from the end.
-    __device__ __forceinline__ void load_values(int at) {
-        const int slot = at % C::kValueSlots, block = num_blocks - 1 - at;
-        const int64_t places = place_of(block, look_up(block, length), args.v_cache_page_stride,
-                                        args.v_cache_token_stride);
+    // Starts the copies of this block's columns of 128 values, the `at`-th from the end, whose
+    // pages were looked up, into a slot.
+    __device__ __forceinline__ void load_values(int at, int pages, int slot) {
+        const int block = num_blocks - 1 - at;
+        const int64_t places =
+            place_of(block, pages, args.v_cache_page_stride, args.v_cache_token_stride);
         constexpr int kRowsAtOnce = 32 / C::kValueChunks;
         const int chunk = lane_idx % C::kValueChunks, row = lane_idx / C::kValueChunks;
         const int count = length - block * kBlockKeys - row;
         const T* const base = args.v_cache + kv_head * args.v_cache_head_stride +
                               row * args.v_cache_token_stride + C::kColumns * rank + 8 * chunk;
         uint32_t target = values + slot * C::kValueBytes + value_place(row, chunk);
-#pragma unroll 1
+#pragma unroll 4
         for (int tile = 0; tile < C::kTiles; ++tile) {
             const int64_t place = __shfl_sync(kAllLanes, places, tile);
 #pragma unroll
@@ -170,11 +206,11 @@ struct Ordered {
     }
 
     // This warp's scores of a block of keys, columns 8 j + 2 (lane % 4) and the next one of its
-    // row.
-    __device__ __forceinline__ void score(int block, int64_t places, int depth,
-                                          const uint32_t (&queries)[C::kHeadDim / 16][4],
+    // row. What is scored makes room for what is behind it: `next`, where that block has places.
+    __device__ __forceinline__ void score(int block, int64_t places, int next, int64_t next_places,
+                                          int depth, const uint32_t (&queries)[C::kHeadDim / 16][4],
                                           float (&scores)[2 * C::kTiles][2]) {
-        const uint32_t ring = area + warp_idx * depth * C::kTileBytes;
+        const uint32_t ring = area + warp_idx * depth * C::kUnitBytes;
         const auto query = [&](int, int k, uint32_t (&a)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -182,30 +218,29 @@ struct Ordered {
             }
         };
 #pragma unroll
-        for (int tile = 0; tile < C::kTiles; ++tile) {
-            constexpr int kLast = C::kTiles - 1;
-            if (tile <= kLast - 3) {
+        for (int unit = 0; unit < C::kUnits; ++unit) {
+            if (C::kAhead == 4 || depth == 4) {
                 cp_async_wait<3>();
-            } else if (tile == kLast - 2) {
-                cp_async_wait<2>();
-            } else if (tile == kLast - 1) {
-                cp_async_wait<1>();
             } else {
-                cp_async_wait<0>();
+                cp_async_wait<1>();
             }
             __syncwarp();
-            float found[1][2][4] = {};
-            multiply_keys<C>(query, ring + (tile & (depth - 1)) * C::kTileBytes, lane_idx, found);
+            const uint32_t slot = ring + (unit & (depth - 1)) * C::kUnitBytes;
+            float found[1][C::kTile / 8][4] = {};
+            multiply_keys<C>(query, slot, lane_idx, found);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                scores[2 * tile + j][0] = found[0][j][0];
-                scores[2 * tile + j][1] = found[0][j][1];
+            for (int j = 0; j < C::kTile / 8; ++j) {
+                scores[C::kTile / 8 * unit + j][0] = found[0][j][0];
+                scores[C::kTile / 8 * unit + j][1] = found[0][j][1];
             }
-            if (tile + C::kAhead <= kLast && depth == C::kAhead) {
-                __syncwarp();
-                load_keys(block, tile + C::kAhead, places,
-                          ring + (tile & (depth - 1)) * C::kTileBytes);
+            __syncwarp();
+            const int ahead = unit + depth;
+            if (ahead < C::kUnits) {
+                load_keys(block, ahead, places, slot);
+            } else if (next >= 0) {
+                load_keys(next, ahead - C::kUnits, next_places, slot);
             }
+            cp_async_commit();
         }
         const int end = length - block * kBlockKeys - 2 * (lane_idx % 4);
         if (end < kBlockKeys) {
@@ -221,7 +256,7 @@ struct Ordered {
 
     // Sends every block of the cluster the rows' largest scores.
     __device__ __forceinline__ void send_maxima(const float (&scores)[2 * C::kTiles][2],
-                                                uint32_t target) const {
+                                                uint32_t target, uint32_t barrier) const {
         float largest = max_nan(scores[0][0], scores[0][1]);
 #pragma unroll
         for (int j = 1; j < 2 * C::kTiles; ++j) {
@@ -236,8 +271,7 @@ struct Ordered {
         four.z = __shfl_sync(kAllLanes, largest, 16 * half + 8);
         four.w = __shfl_sync(kAllLanes, largest, 16 * half + 12);
         if (to < C::kBlocks) {
-            st_async(cluster_address(target + 16 * half, to), four,
-                     cluster_address(maxima_there(), to));
+            st_async(cluster_address(target + 16 * half, to), four, cluster_address(barrier, to));
         }
     }
 
@@ -254,9 +288,34 @@ struct Ordered {
         return rescale;
     }
 
+    __device__ __forceinline__ void wait_for_maxima(int round) const {
+        mbarrier_wait(maxima_there(round), round / C::kMaxima & 1);
+    }
+
+    // The steps of a round's blocks, from the `from`-th one from its end to the `to`-th; the last
+    // one's factor, where it is wanted.
+    template <bool kIsWanted>
+    __device__ __forceinline__ float move_shifts(int round, int from, int to, float& shift) {
+        const int first = round * C::kRound;
+        const float* largest = reinterpret_cast<const float*>(dynamic_shared() + (maxima - area) +
+                                                              round % C::kMaxima * C::kMaxBytes) +
+                               (count_from(first) - 1 - from) * C::kRows + lane_idx / 4;
+        float rescale = 1.f, score = *largest;
+#pragma unroll 1
+        for (int at = from; at < to; ++at) {
+            largest -= C::kRows;
+            const float next = *largest;  // behind the last one, of what lies there
+            const float factor = move_shift(score, first + at == 0, shift);
+            rescale = kIsWanted ? factor : rescale;
+            score = next;
+        }
+        return rescale;
+    }
+
     // Scores become probabilities, which every block of the cluster is sent, with their sum.
     __device__ __forceinline__ void send_probs(const float (&scores)[2 * C::kTiles][2], float shift,
-                                               float rescale, uint32_t target) const {
+                                               float rescale, uint32_t target,
+                                               uint32_t there) const {
         float sum = 0.f;
         float words[C::kTiles][2];
 #pragma unroll
@@ -278,7 +337,7 @@ struct Ordered {
 #pragma unroll 1
         for (int i = 0; i < C::kBlocks; ++i) {
             const int to = (rank + i) % C::kBlocks;
-            const uint32_t barrier = cluster_address(probs_there(warp_idx), to);
+            const uint32_t barrier = cluster_address(there, to);
             const uint32_t place = cluster_address(target + 16 * lane_idx, to);
 #pragma unroll
             for (int j = 0; j < C::kTiles; j += 2) {
