@@ -14,6 +14,7 @@
 //
 //   flash_attention_split_sm90_{dtype}_hdim{N}_causal   window_right only; 2^29: no mask
 //   ..._causal_rows192 (64, 96)                         the same in tiles of 192 rows
+//   ..._causal_rows64 (128)                             of 64, two blocks a multiprocessor
 //   ..._window (64, 128, 256)                           both sides, either of them open; softcap
 //   flash_attention_split_sm90_{dtype}_merge            after each; grid and blocks of theirs
 //   flash_attention_split_sm90_{dtype}_merge_left       the same, where most tiles are written
@@ -32,9 +33,11 @@ namespace kernel_hub::attention::sm90 {
 #define EXPORT_SPLIT(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)                   \
     DESCRIBED(                                                                                \
         flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                      \
-        "x: as many blocks as multiprocessors, or as shares",                                 \
-        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>>()),              \
-        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                \
+        "x: as many blocks as run at once, or as shares",                                     \
+        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>>(                 \
+            Warpgroups<CONSUMERS>::kBlocks)),                                                 \
+        extern "C" __global__ void                                                            \
+        __launch_bounds__(128 * (1 + CONSUMERS), Warpgroups<CONSUMERS>::kBlocks)              \
         flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                      \
             T* out, float* lse, int* flag, float* partials, int* line, ATTENTION_INPUTS,      \
             int* tile_counter, ATTENTION_SHAPE, int window_left, int window_right, int heads, \
@@ -102,6 +105,7 @@ namespace kernel_hub::attention::sm90 {
     EXPORT_SPLIT(DTYPE, T, 96, causal, kCausal, 2, 128)                                           \
     EXPORT_SPLIT(DTYPE, T, 96, causal_rows192, kCausal, 3, 96)                                    \
     EXPORT_MASKS(DTYPE, T, 128, 128)                                                              \
+    EXPORT_SPLIT(DTYPE, T, 128, causal_rows64, kCausal, 1, 64)                                    \
     EXPORT_SPLIT(DTYPE, T, 192, causal, kCausal, 2, 112)                                          \
     EXPORT_MASKS(DTYPE, T, 256, 80)                                                               \
     EXPORT_MERGE(DTYPE, T, merge, false, "x: 8 / team strips of 16 rows by 32 columns; y: tiles") \

@@ -105,9 +105,15 @@ struct Consumer : Rows<C> {
     }
 
     // The consumers issue their products in turns.
-    __device__ __forceinline__ void take_turn() { named_barrier_sync(1 + consumer, 256); }
+    __device__ __forceinline__ void take_turn() {
+        if constexpr (C::kConsumers > 1) {
+            named_barrier_sync(1 + consumer, 256);
+        }
+    }
     __device__ __forceinline__ void pass_turn() {
-        named_barrier_arrive(1 + (consumer + 1 == C::kConsumers ? 0 : consumer + 1), 256);
+        if constexpr (C::kConsumers > 1) {
+            named_barrier_arrive(1 + (consumer + 1 == C::kConsumers ? 0 : consumer + 1), 256);
+        }
     }
 
     // Scores of `block` under the product of the block before it, in the same tile.

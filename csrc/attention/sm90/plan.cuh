@@ -38,7 +38,7 @@ struct Config : Warpgroups<kConsumers_> {
     static constexpr int kVPanels = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kStages = 2;
     // Split: the next tile's queries come under the products of this one, where there is room.
-    static constexpr int kQStages = kSplit && kConsumers == 2 && kHeadDim <= 128 ? 2 : 1;
+    static constexpr int kQStages = kSplit && kConsumers <= 2 && kHeadDim <= 128 ? 2 : 1;
     // Whether the largest score of a row is found by bits: where the tensor cores are bound least.
     static constexpr bool kByBits =
         kHeadDim <= 96 && kMask != Mask::kWindow && (kHeadDim > 64 || kMask == Mask::kCausal);

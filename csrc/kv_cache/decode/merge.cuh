@@ -209,7 +209,7 @@ __device__ __forceinline__ void merge_decode_splits(
          task += step) {
         const int row = task / halves, column = task % halves * kColumns + 4 * lane_idx;
         auto slot = [&](int part) {
-            return static_cast<int64_t>(place.first_worker + part) * block_rows + row;
+            return static_cast<int64_t>(place.first_worker + part * work.items) * block_rows + row;
         };
         Merged merged = {};
         merged.take(partial_out, partial_lse, slot, is_few ? 0 : warp_idx, is_few ? 1 : kWarps,

@@ -10,6 +10,8 @@ namespace kernel_hub::kv_cache::decode {
 constexpr int kMostTokens = 1 << 30;
 // What an item that is a little longer than the others may have more than its parts.
 constexpr float kSpare = 0.25f;
+// What `Work::splits_of` lets a part be longer, but for rounding.
+constexpr float kSlack = 0.12f;
 
 // How much of its cache a sequence attends to.
 struct Extent {
@@ -46,7 +48,9 @@ struct Work {
     // once, or several times as many. But items of one length that are more than multiprocessors
     // and all run at once are best whole.
     // ops/kv_cache/decode_plan.py: `shares_of` is the same.
-    __device__ __forceinline__ float shares_of(float units, bool is_even) const {
+    // longest: by the mean, which it is hardly above where the items are even.
+    __device__ __forceinline__ float shares_of(float units, float longest) const {
+        const bool is_even = longest <= 1.125f;
         const float fine = static_cast<float>(fine_units), sms = static_cast<float>(num_sms);
         const float all_items = static_cast<float>(items) * static_cast<float>(batch_size);
         const bool are_whole = is_even && all_items > sms && units <= 24.0f * fine;
@@ -55,8 +59,12 @@ struct Work {
         }
         const float places = 2.0f * sms;
         if (is_even && all_items <= sms && units > 3.0f * fine && units <= 18.0f * fine) {
-            // All places are taken, as multiprocessors with one part of two would be waited for.
-            return all_items * (floorf(__fdividef(places + 0.5f, all_items)) - kSpare);
+            // All places are taken, as multiprocessors with one part of two would be waited for;
+            // and no more, as a part of a second round would be: so many parts an item, or fewer,
+            // or so many in all though each is rounded up.
+            const float parts = floorf(__fdividef(places + 0.5f, all_items));
+            const float each = fminf(parts - kSpare, __fdividef(parts + kSlack, longest));
+            return fmaxf(all_items * each, places - 0.875f * all_items);
         }
         const float shares = units <= 12.0f * fine   ? fminf(1.5f * sms, places - 0.5f * all_items)
                              : units <= 24.0f * fine ? 3.0f * sms
@@ -68,8 +76,9 @@ struct Work {
     // longest.
     __device__ __forceinline__ float workers_per_unit(int units, int most) const {
         const float all = static_cast<float>(units) * static_cast<float>(items);
-        const bool is_even = most * static_cast<float>(8 * batch_size) <= 9.0f * units;
-        return __fdividef(shares_of(all, is_even), all);
+        const float longest =
+            __fdividef(static_cast<float>(most) * static_cast<float>(batch_size), units);
+        return __fdividef(shares_of(all, longest), all);
     }
     // Into how many workers' parts the items of a sequence are cut, where num_splits is 0.
     __device__ __forceinline__ int splits_of(int units, float workers) const {
@@ -83,29 +92,31 @@ struct Work {
 struct Place {
     int batch_idx;  // -1: there is none
     int item, split, num_splits;
-    int first_worker;  // of the item
+    int first_worker;  // of the item; those after it are `items` apart
 };
 
 // What worker `index` does; with kMerge, the index-th item that is in parts. Every warp works this
-// out for itself, each lane for a run of sequences.
+// out for itself, each lane for a run of sequences. Of a sequence come the first parts of all items
+// first, so that rows side by side in memory are read at about the same time.
 template <bool kMerge>
 __device__ __forceinline__ Place find_place(const Work& work, int index) {
     if (work.num_splits > 0) {
         // As many workers for every item, of which a short one leaves some without work.
-        const int any_item = kMerge ? index : index / work.num_splits;
-        const int split = kMerge ? 0 : index - any_item * work.num_splits;
-        const int batch_idx = any_item / work.items, item = any_item - batch_idx * work.items;
+        const int parts = kMerge ? work.items : work.items * work.num_splits;
+        const int batch_idx = index / parts, at = index - batch_idx * parts;
+        const int split = at / work.items, item = at - split * work.items;
         const int splits =
             work.num_splits == 1 ? 1 : min(work.num_splits, work.extent_of(batch_idx).num_units);
         const bool is_there = kMerge ? splits > 1 : split < splits;
-        return {is_there ? batch_idx : -1, item, split, splits, any_item * work.num_splits};
+        const int first_worker = batch_idx * work.items * work.num_splits + item;
+        return {is_there ? batch_idx : -1, item, split, splits, first_worker};
     }
     if (work.batch_size == 1) {
         const int units = work.extent_of(0).num_units;
         const int splits = work.splits_of(units, work.workers_per_unit(units, units));
         const bool is_there = index < work.items * (kMerge ? 1 : splits) && (!kMerge || splits > 1);
-        const int item = kMerge ? index : index / splits;
-        return {is_there ? 0 : -1, item, kMerge ? 0 : index - item * splits, splits, item * splits};
+        const int split = kMerge ? 0 : index / work.items, item = index - split * work.items;
+        return {is_there ? 0 : -1, item, split, splits, item};
     }
     const int lane_idx = threadIdx.x & 31;
     const int run = (work.batch_size + 31) / 32;
@@ -170,9 +181,9 @@ __device__ __forceinline__ Place find_place(const Work& work, int index) {
     place.batch_idx = __shfl_sync(~0u, batch_idx, owner);
     place.num_splits = __shfl_sync(~0u, splits, owner);
     const int offset = index - __shfl_sync(~0u, begin, owner);
-    place.item = kMerge ? offset : offset / place.num_splits;
-    place.split = kMerge ? 0 : offset % place.num_splits;
-    place.first_worker = __shfl_sync(~0u, first_worker, owner) + place.item * place.num_splits;
+    place.split = kMerge ? 0 : offset / work.items;
+    place.item = offset - place.split * work.items;
+    place.first_worker = __shfl_sync(~0u, first_worker, owner) + place.item;
     return place;
 }
 

@@ -33,13 +33,15 @@ _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has o
 _MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
 _MAX_BATCH = 256  # Line::kMost
 _MAX_HEADS = 1 << 15
-_MAX_SMS = 256
+_MAX_SMS = 256  # and blocks: merge.cuh holds two pieces of each of a tile's chunks
 _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
 # Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
 _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
 # Rows of tiles; tokens of which both have two tiles, and up to which fewer rows may be better.
 _ROWS, _MORE_ROWS, _MOST_TWO_TILES, _MOST_SHORT = 128, 192, 288, 1024
+# Columns of the tiles of few rows; keys up to which two blocks of them are no slower.
+_FEW_ROWS_WIDTH, _FEW_ROWS_LONGEST = 128, 8192
 _SHORT_BLOCKS = 3  # of keys: to sort such tiles takes longer than it saves
 
 
@@ -63,6 +65,11 @@ class Body:
     suffix: str = ""
 
     @property
+    def has_few_rows(self) -> bool:
+        """Whether two blocks run on a multiprocessor."""
+        return self.suffix == "_rows64"
+
+    @property
     def stated(self) -> Stated:
         """Threads, shared memory, block_m (rows) and block_n (keys) of a tile."""
         return launch_facts(CUBIN, self.name(torch.bfloat16))
@@ -76,6 +83,7 @@ class Body:
 BODIES = (
     *(Body("causal", width) for width in (64, 96, 128, 192, 256)),
     *(Body("causal", width, "_rows192") for width in (64, 96)),
+    Body("causal", 128, "_rows64"),
     *(Body("window", width) for width in (64, 128, 256)),
 )
 
@@ -105,11 +113,14 @@ def merge_name(dtype: torch.dtype, scan: int = 1) -> str:
 
 
 def bodies_of(problem: Problem) -> list[Body]:
-    """The kernels for a problem: of one width."""
+    """The kernels for a problem: of one width, and that of few rows."""
     mask = "window" if problem.window[0] >= 0 or problem.softcap != 0 else "causal"
     fitting = [x for x in BODIES if x.mask == mask and x.head_dim >= problem.widest_head]
     least = min(body.head_dim for body in fitting)
-    return [body for body in fitting if body.head_dim == least]
+    seqlen_k = min(problem.seqlens[1], problem.max_seqlen_k)
+    is_few = least <= _FEW_ROWS_WIDTH and seqlen_k <= _FEW_ROWS_LONGEST
+    is_few = is_few and costs.is_chunk(costs.sizes_of(problem)[0])
+    return [x for x in fitting if (is_few if x.has_few_rows else x.head_dim == least)]
 
 
 def can_take(problem: Problem) -> bool:
@@ -182,6 +193,11 @@ def _tile(problem: Problem, body: Body) -> costs.PackedTile:
     return costs.PackedTile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
 
 
+def _places(tile: costs.PackedTile, num_sms: int) -> int:
+    """How many blocks run at once."""
+    return min(_MAX_SMS, num_sms * tile.places)
+
+
 def _is_surely_in_turn(problem: Problem, tile: costs.PackedTile, sizes: costs.Sizes) -> bool:
     """Whether many causal prompts of one length, heads alone, are surely better in turn: in tiles
     of 128 rows of 96 columns, as forward_sm90's are of 192."""
@@ -205,13 +221,14 @@ def best_way(problem: Problem, whole_rows: int = 0) -> Way:
             return Way(body, tile, math.inf, 0.0)
         if is_packed:
             every = (costs.packed_prompts_us(x, tile, whole_rows, num_sms) for x in sizes)
-            tiles = _mean(every)
+            tiles = math.inf if body.has_few_rows else _mean(every)  # not for whole prompts
             ways.append(Way(body, tile, math.inf, tiles))
             continue
-        shares = _mean(costs.split_us(each, tile, num_sms) for each in sizes)
+        places = _places(tile, num_sms)
+        shares = _mean(costs.split_us(each, tile, places) for each in sizes)
         tiles = math.inf  # whole prompts': forward_sm90 knows the order
         if not sizes[0].is_prompt:
-            tiles = _mean(costs.tiles_us(each, tile, num_sms) for each in sizes)
+            tiles = _mean(costs.tiles_us(each, tile, places) for each in sizes)
         ways.append(Way(body, tile, shares, tiles))
     return min(ways, key=lambda way: way.us)
 
@@ -227,15 +244,16 @@ def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: 
 def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: int) -> int:
     """Packing::longest: parts of tiles, one a block or a few, where they are hardly longer than
     shares or read less."""
-    sizes, num_sms = costs.sizes_of(problem)[0], device_of(problem.q.device).num_sms
+    sizes = costs.sizes_of(problem)[0]
+    places = _places(tile, device_of(problem.q.device).num_sms)
     if not has_parts or problem.softcap != 0:
         return _SHARES
     if problem.has_lengths:
         if not costs.has_parts(sizes, tiles, num_blocks, tile.block_n):
             return _SHARES
-        is_coarse = costs.wants_parts(sizes, tile, num_sms)
+        is_coarse = costs.wants_parts(sizes, tile, places)
         return -costs.MOST_LONGER - is_coarse * (costs.MOST_LONGER + 1)
-    longest = costs.longest_part(sizes, tile, num_sms)
+    longest = costs.longest_part(sizes, tile, places)
     return max(2, longest) if longest > 0 else _SHARES
 
 
@@ -258,12 +276,13 @@ def plan(
     num_sms = device_of(q.device).num_sms
     team = 1
     least_blocks = costs.LEAST_BLOCKS
-    num_blocks = min(num_sms, tiles)
+    most_blocks = _places(tile, num_sms)
+    num_blocks = min(most_blocks, tiles)
     sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
     seen = costs.blocks_seen(sizes, tokens, block_n)
     longest = _SORTED if seen > _SHORT_BLOCKS else _AS_THEY_COME
     if is_cut:
-        num_blocks = min(num_sms, -(-tiles * (seen + 1) // least_blocks))
+        num_blocks = min(most_blocks, -(-tiles * (seen + 1) // least_blocks))
         share = costs.share_of(tiles * seen, num_blocks)
         longest = _longest(problem, tile, tiles, num_blocks)
     # Warps of the merge for a tile: for each 16 of its rows and 32 columns, or a team of them where

@@ -7,25 +7,21 @@ What it knows of an H200 is fitted to benchmarks/results/h200_by_lot_caches_*.js
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
+from .packed_tile import PackedTile
 from .problem import Sizes, sizes_of
 
 __all__ = [
     "COARSE_STEP", "LEAST_BLOCKS", "MOST_LONGER", "SLOTS", "STEP", "PackedTile", "Sizes",
-    "blocks_seen", "has_parts", "key_bytes", "longest_part", "packed_prompts_us", "share_of",
-    "sizes_of", "split_us", "tiles_us", "wants_parts", "whole_prompts_us", "whole_us",
+    "blocks_seen", "has_parts", "is_chunk", "key_bytes", "longest_part", "packed_prompts_us",
+    "share_of", "sizes_of", "split_us", "tiles_us", "wants_parts", "whole_prompts_us", "whole_us",
 ]  # fmt: skip
 
 SLOTS = 3  # of a block's pieces: Packing::kSlots
 LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
-# Of a multiprocessor: of the kernels in shares, and of whole tiles by the mean of head_dim and v's
-# own.
-_FLOPS_A_US = {  # by width and rows
-    (64, 128): 3.7e6, (64, 192): 4.3e6, (96, 128): 4.8e6, (96, 192): 5.4e6, (128, 128): 5.8e6,
-    (192, 128): 6.5e6, (256, 128): 6.2e6,
-}  # fmt: skip
+# Of a multiprocessor: of whole tiles by the mean of head_dim and v's own.
 _WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
+_WIDE = 0.95  # of that, over caches
 _FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
 _ROWS192_FLOPS_A_US = 5.4e6  # of 96 columns in such tiles
 # Blocks of shares are each at keys of their own, and a row of a kv head may be less than what the
@@ -33,28 +29,32 @@ _ROWS192_FLOPS_A_US = 5.4e6  # of 96 columns in such tiles
 # within its lines.
 _NARROW, _ASKEW = 0.59, 0.77
 # A launch; lengths to be read, and a line made of them. A tile's first keys and its end, and what
-# 128 columns add; of a stretch of one in a share that part. Pieces of 128 columns, one from each
-# multiprocessor, out, in again and merged.
-_START_US, _LENGTHS_US = 4.5, 3.6
-_TILE_US, _COLUMNS_US, _STRETCH = 2.0, 1.4, 0.67
-_PIECES_US = 3.1
+# 128 columns add; of a stretch of one in a share that part.
+_START_US, _LENGTHS_US = 3.0, 1.8
+_TILE_US, _COLUMNS_US, _STRETCH = 2.8, 0.45, 0.61
+_LONGEST_CHUNK = 1024  # queries
+# The same of prompts; what a block of keys of 256 columns takes more there.
+_PROMPT_START_US, _PROMPT_LENGTHS_US, _PROMPT_TILE_US, _PROMPT_COLUMNS_US = 4.5, 3.6, 2.0, 1.4
+_PROMPT_WIDEST = 1.13
 _L2_BYTES = 36e6
+_TOGETHER = 264 * 128  # queries of heads: forward_sm90
 # Steps by which a part, of which a block takes one, may be longer than a share, which has the ends
 # of two tiles: Line::kTried - 1, and half of what a share is above that of the least. A step is a
 # block of keys, and another for each STEP of a share; of each COARSE_STEP where shares would read
 # keys again, or pieces of rows.
 MOST_LONGER, STEP, COARSE_STEP = 7, 64, 16
 _MOST_SMS = 132  # whose reads the L2 holds side by side
-_FEW_ROWS = 0.86  # of what memory gives, blocks of 96 columns and 128 rows read
+# Of what memory gives, what blocks of so many columns and rows read.
+_OF_RATE = {(96, 128): 0.82, (128, 64): 0.93}
 # Tiles by multiprocessors: with more there is hardly one to cut, and to look for it takes longer
 # than it saves, but of so many blocks of keys.
 _MOST_PARTED, _LONG_BLOCKS = 0.75, 64
 # Of the mean tile: the last multiprocessor where there are fewer tiles than those, the long cut.
-_ONE_LATE = 1.25
+_ONE_LATE = 1.13
 _APART = 0.12  # shares of many tiles are so much slower
 # Of the longest part, by rounds of them: the last multiprocessor after their mean; where tiles are
 # few, each that is cut is two parts, and of those some have two.
-_LATE, _FEW_LATE, _FEW_ROUNDS = 0.4, 0.4, 1.6
+_LATE, _FEW_LATE, _FEW_ROUNDS = 0.34, 0.44, 1.6
 _LONGEST = 1.1  # whole tiles of caches that differ, by the longest: whatever others are
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
 # Of prompts: what is left of a tile's beginning and end in whole tiles; of the longest
@@ -66,39 +66,6 @@ _SHORT = 4  # stretches more in the share with the shortest tiles
 _FEW_TOKENS, _LOOKED_AT = 1280, 64
 _PROMPT, _PROMPT_LESS_US = 0.92, 1.7  # of whole tiles, of which not every multiprocessor has one
 _FEW_START_US, _FEW_TILE_US, _FEW_TURN_US = 6.7, (0.6, 1.5), (0.9, 2.1)
-
-
-class PackedTile(NamedTuple):
-    """Of a kernel in shares. is_alone: heads of a tile need not divide the group."""
-
-    width: int
-    block_m: int
-    block_n: int
-    is_alone: bool = False
-
-    def pack(self, seqlen_q: int, group: int) -> tuple[int, int, int]:
-        """(heads, tokens, tiles): heads of a group that share a tile, tokens of it, tiles of a
-        group. The fewest tiles, and of those the most heads."""
-        best = None
-        for heads in range(1, min(group, self.block_m) + 1):
-            if group % heads == 0 or self.is_alone:
-                tokens = self.block_m // heads
-                tiles = -(-seqlen_q // tokens) * -(-group // heads)
-                if best is None or tiles <= best[2]:
-                    best = heads, tokens, tiles
-        assert best is not None
-        return best
-
-    @property
-    def unit_us(self) -> float:
-        """Of a block of keys."""
-        rate = _FLOPS_A_US[self.width, self.block_m]
-        return 4 * self.block_m * self.block_n * self.width / rate
-
-    @property
-    def pieces_us(self) -> float:
-        """Of pieces from each multiprocessor, out, in again and merged."""
-        return _PIECES_US * self.width / 128 * self.block_m / 128
 
 
 def blocks_seen(sizes: Sizes, tokens: int, block_n: int) -> int:
@@ -155,6 +122,10 @@ def _tile_us(width: int) -> float:
     return _TILE_US + _COLUMNS_US * width / 128
 
 
+def _prompt_tile_us(width: int) -> float:
+    return _PROMPT_TILE_US + _PROMPT_COLUMNS_US * width / 128
+
+
 def _rounds_us(
     sizes: Sizes, tiles: int, tokens: int, unit_us: float, tile_us: float, block_n: int,
     num_sms: int, is_cut: bool,
@@ -197,11 +168,24 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     """forward_sm90's: a block a tile, each walking through all keys."""
     tiles = -(-sizes.seqlen_q // block_m) * sizes.batch_size * sizes.num_heads
     unit_us = _whole_unit_us(sizes, width, block_m, block_n)
+    unit_us *= _WIDE if width > 128 and is_chunk(sizes) else 1.0
     work = _rounds_us(
         sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
-    us = _START_US + _both(work, _all_bytes(sizes) / sizes.bytes_a_us)
+    num_bytes = _all_bytes(sizes)
+    if tiles > num_sms and not sizes.has_lengths:
+        num_bytes += _read_again(sizes, -(-sizes.seqlen_q // block_m))
+    us = _START_US + _both(work, num_bytes / sizes.bytes_a_us)
     return _PROMPT * us - _PROMPT_LESS_US if sizes.is_prompt else us
+
+
+def _read_again(sizes: Sizes, tiles: int) -> float:
+    """Bytes of keys and values that whole tiles read again: a head's next tile comes after those of
+    all heads that are scheduled together."""
+    pairs = sizes.batch_size * sizes.num_kv_heads
+    together = min(1.0, _TOGETHER * pairs / (sizes.batch_size * sizes.num_heads * sizes.seqlen_q))
+    seen = key_bytes(sizes)
+    return (tiles - 1) * max(0.0, seen - _L2_BYTES / max(together, 1 / pairs))
 
 
 def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
@@ -213,12 +197,12 @@ def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
 def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Whole tiles of packed heads in turn: those that run at a time read the same keys."""
     tiles, tokens = _tiles(sizes, tile)
-    one = tile.unit_us, _tile_us(tile.width), tile.block_n
+    one = _unit_us(sizes, tile, tiles / num_sms), tile.ends * _tile_us(tile.width), tile.block_n
     work = _rounds_us(sizes, tiles, tokens, *one, num_sms, is_cut=True)
     # Of those that are longer than a multiprocessor's mean.
     pieces = min(1.0, num_sms / tiles / sizes.evenness) if sizes.is_ragged else 0.0
     work = _both(work, _all_bytes(sizes) / _rate(sizes, tile))
-    return _begin_us(sizes) + work + pieces * tile.pieces_us
+    return _begin_us(sizes) + tile.in_turn * work + pieces * tile.pieces_us
 
 
 def whole_prompts_us(
@@ -229,8 +213,8 @@ def whole_prompts_us(
     unit_us = _whole_unit_us(sizes, width, block_m, block_n)
     if _sees_few(sizes):
         return _few_us(sizes, tiles, block_m, unit_us, _FEW_TILE_US, width, block_n, num_sms)
-    begin_us = _QUICK * _tile_us(width)
-    return _START_US + _prompts_us(sizes, tiles, unit_us, begin_us, block_n, num_sms)
+    begin_us = _QUICK * _prompt_tile_us(width)
+    return _PROMPT_START_US + _prompts_us(sizes, tiles, unit_us, begin_us, block_n, num_sms)
 
 
 def packed_prompts_us(
@@ -252,9 +236,11 @@ def packed_prompts_us(
             sizes, tiles, tokens, tile.unit_us, _FEW_TURN_US, tile.width, tile.block_n, num_sms
         )
         return us / _SURELY
-    tile_us = _tile_us(tile.width)
-    work = _prompts_us(sizes, tiles, tile.unit_us, tile_us, tile.block_n, num_sms)
-    return (_begin_us(sizes) + work) / _SURELY
+    tile_us = _prompt_tile_us(tile.width)
+    unit_us = tile.unit_us * (_PROMPT_WIDEST if tile.width == 256 else 1.0)
+    work = _prompts_us(sizes, tiles, unit_us, tile_us, tile.block_n, num_sms)
+    begin_us = _PROMPT_START_US + sizes.has_lengths * _PROMPT_LENGTHS_US
+    return (begin_us + work) / _SURELY
 
 
 def _sees_few(sizes: Sizes) -> bool:
@@ -303,8 +289,19 @@ def _prompts_us(
     return rounds * (blocks * unit_us + tile_us)
 
 
+def is_chunk(sizes: Sizes) -> bool:
+    """Whether it is of those that the constants were last fitted to: others keep their own."""
+    return not sizes.is_prompt and sizes.seqlen_q <= _LONGEST_CHUNK
+
+
+def _unit_us(sizes: Sizes, tile: PackedTile, busy: float) -> float:
+    is_widest = tile.width == 256 and not is_chunk(sizes)
+    return tile.unit_us_of(busy) * (_PROMPT_WIDEST if is_widest else 1.0)
+
+
 def _begin_us(sizes: Sizes) -> float:
-    return _START_US + sizes.has_lengths * _LENGTHS_US
+    lengths_us = _LENGTHS_US if is_chunk(sizes) else _PROMPT_LENGTHS_US
+    return _START_US + sizes.has_lengths * lengths_us
 
 
 def _again(sizes: Sizes, tile: PackedTile, tiles: int, seen: float, share: int) -> float:
@@ -358,17 +355,18 @@ def _cut(sizes: Sizes, tile: PackedTile, num_sms: int) -> tuple[float, int]:
     share = max(LEAST_BLOCKS, math.ceil(tiles * seen_mean / num_sms))
     tiles_a_share = share / seen_mean
     stretches = min(share, 2 + tiles_a_share * (1 + _SHORT * (1 - sizes.evenness)))
-    stretch_us = _STRETCH * _tile_us(tile.width)
+    stretch_us = _STRETCH * tile.ends * _tile_us(tile.width)
     rate, num_bytes = _rate(sizes, tile), _all_bytes(sizes)
     blocks = min(num_sms, tiles * seen_mean / share)
     pieces = min(blocks + tiles, 2 * blocks) / num_sms
+    unit_us = _unit_us(sizes, tile, blocks / num_sms)
     found = math.inf, 0
     for rounds in range(1, SLOTS + 1):
         longest = _longest_part(sizes, tiles, share, seen_mean, num_sms, rounds)
         most = share + longer_of(share, is_coarse=True)
         if not has_parts(sizes, tiles, num_sms, tile.block_n, rounds) or rounds * longest > most:
             continue
-        work = rounds * (longest * tile.unit_us + 2 * stretch_us)
+        work = rounds * (longest * unit_us + 2 * stretch_us)
         work = _both(work, num_bytes / rate + 2 * stretch_us)
         cut = rounds if rounds > 1 else min(1.0, pieces)
         found = min(found, (work + cut * tile.pieces_us, math.ceil(longest)))
@@ -378,7 +376,7 @@ def _cut(sizes: Sizes, tile: PackedTile, num_sms: int) -> tuple[float, int]:
         num_bytes += _again(sizes, tile, tiles, seen_mean, share)
     rate *= 1 - _NARROW * max(0.0, 1 - sizes.head_dim / 128)
     rate *= _ASKEW if sizes.head_dim % 64 else 1.0
-    work = share * tile.unit_us + stretches * stretch_us
+    work = share * unit_us + stretches * stretch_us
     work = _both(work, num_bytes / rate + 2 * stretch_us)
     work *= 1 + _APART * min(1.0, max(0.0, tiles / num_sms - 1))
     us, longest = min(found, (work + pieces * tile.pieces_us, 0))
@@ -387,7 +385,7 @@ def _cut(sizes: Sizes, tile: PackedTile, num_sms: int) -> tuple[float, int]:
 
 def _rate(sizes: Sizes, tile: PackedTile) -> float:
     """Bytes of keys and values a microsecond, where blocks read the same tokens at a time."""
-    return sizes.bytes_a_us * (_FEW_ROWS if (tile.width, tile.block_m) == (96, 128) else 1.0)
+    return sizes.bytes_a_us * _OF_RATE.get((tile.width, tile.block_m), 1.0)
 
 
 def _longest_part(

@@ -227,8 +227,7 @@ def choose_split(
     if units > fine_units:
         # The kernel counts in fp32.
         most = max(most, shares_of(items, units + (units >> 20), fine_units, num_sms))
-        # Of items nearly as long as each other, 1/4 less than so many: 7/8 more each, rounded up.
-        even = 2 * num_sms // items * items + -(-5 * items // 8)
+        even = 2 * num_sms  # Work::shares_of, of items nearly as long as each other: no more parts
     num_blocks = min(max(most + items, even), units)
     return Split(0, parallel, num_blocks, min(items, most), fine_units)
 

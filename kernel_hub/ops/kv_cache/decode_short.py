@@ -30,15 +30,16 @@ _SENT_BYTES = 24  # four columns of a row, its maximum and its sum
 _BARRIER_BYTES = 8
 _TILE, MAX_EIGHT_WARPS = 16, 128  # tokens of a warp's tile; columns of blocks of eight warps
 _MOST_BLOCKS = 8  # a cluster of 16 waits for a place
-# About how long they take, fitted to an H100 (docs/notes/decode_attention.md), by width and rows of
-# a block: a launch; a warp's tile; a round of blocks more than run at a time, and how many of four
+# About how long they take, fitted to both GPUs (docs/notes/decode_attention.md), by width and rows
+# of a block: a launch; a warp's tile; a round of blocks more than run at a time, how many of four
 # warps share a multiprocessor. Then its part of all tiles; keys and values; twice the blocks of a
 # cluster; of the first round's tiles what another one adds.
 _TIMES = {
-    (64, 16): (2.0, 0.33, 1.1, 4), (128, 16): (2.0, 0.6, 2.6, 3), (64, 32): (4.4, 0.56, 4.0, 3),
-    (128, 32): (4.4, 1.0, 5.2, 2), (256, 16): (4.4, 0.66, 3.7, 1),
+    (64, 16): (2.8, 0.37, 0.6, 4), (128, 16): (2.9, 0.71, 3.5, 3), (64, 32): (3.3, 0.74, 4.5, 3),
+    (128, 32): (4.5, 1.15, 6.0, 2), (256, 16): (3.4, 0.92, 3.4, 1),
 }  # fmt: skip
-_WORK_US, _BYTES_A_US, _CLUSTER_US, _ROUND = 0.076, 4.8e6, 0.65, 0.2
+_WORK_US, _READ, _CLUSTER_US, _ROUND = 0.067, 1.9, 0.65, 0.06
+_LEVEL_US, _LESS_US = 0.3, 0.4
 _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiprocessor
 # Where parts, whose number is any, are no better: tokens of an item; bytes of all, or of an item;
 # what a multiprocessor reads, and how much longer it may take where there are few.
@@ -175,10 +176,12 @@ def best_shape(
             rounds = items / places if each.is_ragged else math.ceil(items / places)
             one_us = begin_us + tile_us * tiles
             one_us += (round_us + _ROUND * tile_us * tiles) * max(0.0, rounds - 1)
-            one_us += _WORK_US * work + costs.key_bytes(each) / _BYTES_A_US
+            one_us += _WORK_US * work + costs.key_bytes(each) / (_READ * each.bytes_a_us)
             us *= one_us ** (1 / len(every))
         ways.append((us, (warps, blocks)))
-    return min(ways)
+    us, shape = min(ways)
+    # Clusters take less than what they are chosen by.
+    return us + _LEVEL_US - _LESS_US * math.log2(shape[1]), shape
 
 
 def plan(

@@ -21,14 +21,16 @@ from .decode_plan import DecodeGiven, Variant
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
 
-# What the cost model knows of an H200 (docs/notes/flash_attention_split_sm90.md): a launch and its
-# merge, and what a decode kernel reads of whose blocks of rows each reads the cache, or one alone.
-_START_US, _BYTES_A_US, _ONE_BYTES_A_US = 12.0, 3.0e6, 4.0e6
+# What the cost model knows of an H200 (docs/notes/decode_attention.md): a launch and its merge, and
+# what a decode kernel reads of whose blocks of rows each reads the cache, or one alone. Of what
+# memory gives, what one block of 32 rows reads, or of rows askew, where there are so many bytes.
+_START_US, _WINDOW_START_US, _BYTES_A_US, _ONE_BYTES_A_US = 12.0, 8.0, 3.0e6, 4.0e6
+_ROWS32_START_US, _ROWS32, _ASKEW, _ASKEW_BYTES = 9.0, 0.65, 0.77, 600e6
 # Above so many columns whole tiles of several tokens may be faster than one block of rows of the
 # decode kernel, by so much: where lengths are known to differ.
 _NARROW, _WHOLE_MARGIN = 128, 1.15
-# A block of more rows than 16 has few bytes under way, which large caches ask for.
-_FEW_ROWS, _SLOW_BYTES = 16, 210e6
+# A block of more rows than 16 has few bytes under way.
+_FEW_ROWS = 16
 
 
 def problem_of(given: DecodeGiven) -> Problem:
@@ -54,7 +56,10 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
     is_one = rows <= variant.rows
     is_slow = rows > _FEW_ROWS and variant.head_dim == _NARROW
     is_theirs = q.shape[1] > 1 and q.shape[-1] > _NARROW
-    if choice is False or (choice is None and is_one and not is_slow and not is_theirs):
+    # Rows that begin within what memory reads at once, 64 bytes: blocks of one head read more.
+    is_askew = 64 < q.shape[-1] <= _NARROW and 2 * q.shape[-1] % 64 != 0
+    is_alone = is_one and not is_slow and not is_theirs and not is_askew
+    if choice is False or (choice is None and is_alone):
         return False
     extras = (given.k, given.cos, given.qkv_bias)
     if any(x is not None for x in extras) or given.num_splits:
@@ -68,11 +73,14 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
         return False
     if choice:
         return True
-    if rows > variant.rows:
-        return split.best_way(problem).us < decode_us(problem, variant.rows)
     *others, sizes = every = costs.sizes_of(problem)
-    if is_slow:
-        return min(costs.key_bytes(each) for each in every) > _SLOW_BYTES
+    if is_askew and rows <= _FEW_ROWS:
+        if min(costs.key_bytes(each) for each in every) < _ASKEW_BYTES:
+            return False
+        way = split.best_way(problem)
+        return not way.is_cut and way.us < decode_us(problem, variant.rows)
+    if rows > variant.rows or is_slow:
+        return split.best_way(problem).us < decode_us(problem, variant.rows)
     if others or not sizes.is_ragged:
         return False
     ours_us = _START_US + costs.key_bytes(sizes) / _ONE_BYTES_A_US
@@ -83,8 +91,13 @@ def decode_us(problem: Problem, block_rows: int) -> float:
     """About how long the decode kernel takes: a block reads the cache for `block_rows` rows."""
     rows = problem.max_seqlen_q * (problem.q.shape[-2] // problem.k.shape[-2])
     every = costs.sizes_of(problem)
+    if rows <= block_rows:
+        start_us, part = (_START_US, _ASKEW) if rows <= _FEW_ROWS else (_ROWS32_START_US, _ROWS32)
+        us = (start_us + costs.key_bytes(each) / (part * each.bytes_a_us) for each in every)
+        return math.prod(us) ** (1 / len(every))
     reads_us = (-(-rows // block_rows) * costs.key_bytes(each) / _BYTES_A_US for each in every)
-    return math.prod(_START_US + each for each in reads_us) ** (1 / len(every))
+    start_us = _START_US if problem.window[0] < 0 else _WINDOW_START_US
+    return math.prod(start_us + each for each in reads_us) ** (1 / len(every))
 
 
 def plan(given: DecodeGiven) -> Launch:

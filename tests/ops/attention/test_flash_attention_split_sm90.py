@@ -33,6 +33,7 @@ COSTS: Any = importlib.import_module("kernel_hub.ops.attention.split_costs")
 H200_SMS = 132
 DRAWN = 150
 EMULATED_DRAWN = 24
+FEW_ROWS = 64  # of a tile of which two blocks run on a multiprocessor
 
 
 @pytest.fixture
@@ -61,7 +62,10 @@ def force_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Tiles of so many rows, where there are such."""
     others = [body for body in SPLIT.BODIES if body.stated.sizes["block_m"] != rows]
     kept = [body for body in SPLIT.BODIES if body not in others]
-    kept += [x for x in others if (x.mask, x.head_dim) not in {(y.mask, y.head_dim) for y in kept}]
+    there = {(body.mask, body.head_dim) for body in kept}
+    if rows == FEW_ROWS:  # heads that are narrower have these too
+        there |= {("causal", width) for width in (64, 96)}
+    kept += [body for body in others if (body.mask, body.head_dim) not in there]
     monkeypatch.setattr(SPLIT, "BODIES", kept)
 
 
@@ -70,7 +74,7 @@ def test_drawn_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, inde
     generator = random.Random(f"emulated {index}")
     monkeypatch.setattr(COSTS, "LEAST_BLOCKS", generator.choice((1, 2, 3)))
     monkeypatch.setattr(SPLIT, "cuts_tiles", generator.choice((True, True, False)))
-    force_rows(monkeypatch, generator.choice((128, 192)))
+    force_rows(monkeypatch, generator.choice((FEW_ROWS, 128, 192)))
     monkeypatch.setattr(SPLIT, "has_parts", generator.choice((True, True, False)))
     with hopper_attention(monkeypatch, generator.choice((1, 2, 3, 7, 13, 61))):
         run(random_split_case(generator, EMULATED), "cpu")
@@ -102,7 +106,7 @@ def test_lines_emulated(
 
 
 @pytest.mark.parametrize("head_dim", [72, 96, 136, 192])
-@pytest.mark.parametrize("rows", [128, 192])
+@pytest.mark.parametrize("rows", [FEW_ROWS, 128, 192])
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_widths_between_emulated(
     pieces: list[int], monkeypatch: pytest.MonkeyPatch, head_dim: int, rows: int, is_cut: bool

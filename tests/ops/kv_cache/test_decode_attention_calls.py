@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -137,16 +139,20 @@ def test_the_grid_holds_items_nearly_alike(items: int, num_sms: int) -> None:
     max_units = 10 * decode_plan.FINE_BYTES // (512 * 64) // items
     caches = decode_plan.Caches(items, 64 * max_units, 64 * max_units, 512, 1 << 30)
     split = decode_plan.choose_split(caches, 64, 0, num_sms, num_sms)
-    # Work::shares_of, of all but one item that are just above what earns one part more.
-    a_mean = 2 * num_sms // items - 0.25
-    long = a_mean + 0.375 + 0.01 if items > 1 else a_mean
-    last = items * a_mean - (items - 1) * long
-    if 8 * long <= 9 * a_mean:  # they count as even
-        lengths = [(max_units * length / long) // 1 for length in [long] * (items - 1) + [last]]
-        workers = items * a_mean / sum(lengths)
-        assert sum(lengths) > 3 * split.fine_units
-        parts = [-int(-(each * workers - 0.125) // 1) for each in lengths]  # Work::splits_of
-        assert sum(parts) <= split.num_blocks
+    places, drawn = 2 * num_sms, random.Random(f"alike {items} {num_sms}")
+    assert split.num_blocks >= places
+    for _ in range(200):
+        least = drawn.uniform(0.85, 1)
+        others = (drawn.choice((1, least, drawn.uniform(least, 1))) for _ in range(items - 1))
+        lengths = [max_units, *(round(max_units * other) for other in others)]
+        longest = max_units * items / sum(lengths)
+        if longest > 1.125 or sum(lengths) <= 3 * split.fine_units:
+            continue
+        # Work::shares_of and splits_of: as many parts as there are places, or fewer.
+        each = min(places // items - 0.25, (places // items + 0.12) / longest)
+        workers = max(items * each, places - 0.875 * items) / sum(lengths)
+        parts = [math.ceil(length * workers - 0.125) for length in lengths]
+        assert sum(parts) <= places
 
 
 def split_on_h200(
