@@ -1,7 +1,6 @@
 """About how long attention of few queries over many keys takes on Hopper, in equal shares or not.
 
-What it knows of an H200 is fitted to benchmarks/results/h200_by_lot_caches_*.json
-(docs/notes/flash_attention_split_sm90.md).
+Fitted to what drawn cases took (docs/notes/flash_attention_split_sm90.md).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _FLOPS_A_US = {  # by width and rows
     (64, 128): 3.7e6, (64, 192): 4.3e6, (96, 128): 4.8e6, (96, 192): 5.4e6, (128, 128): 5.8e6,
     (192, 128): 6.5e6, (256, 128): 6.2e6,
 }  # fmt: skip
-_WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
+_WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 112: 5.5e6, 128: 5.7e6, 160: 6e6, 192: 6.2e6, 256: 6.6e6}
 _FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
 _ROWS192_FLOPS_A_US = 5.4e6  # of 96 columns in such tiles
 # Blocks of shares are each at keys of their own, and a row of a kv head may be less than what the
