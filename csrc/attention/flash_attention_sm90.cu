@@ -28,9 +28,8 @@
 //   flash_attention_sm90_{dtype}_hdim{N}_full     no mask but the sequences' ends
 //   ..._causal                                    window_right only (0: causal)
 //   ..._causal_short                              the same in tiles for short sequences
-//   ..._window                                    both sides, each of them may be open; softcap,
-//   but
-//                                                 for bf16_hdim64 and fp16_hdim96
+//   ..._window                                    both sides, each of them may be open;
+//                                                 softcap, but for bf16_hdim64 and fp16_hdim96
 //   ..._bf16_hdim64_window_capped                with softcap alone
 //   ..._window_rows192                            without it, in larger tiles: K and V are read by
 //                                                 fewer of them
@@ -40,7 +39,6 @@
 // innermost first: head_dim, tokens, heads, batch (1 where varlen; with block_table tokens of a
 // page and pages); boxes of 64 columns by 64 rows (Q), kBlockN rows (K, V) or box_rows (K, V in
 // pages: a divisor of the page and of kBlockN, a multiple of 8), 128-byte swizzle, zeros outside.
-// kernel_hub: allow-local-memory: 8 bytes in 112 columns, in the warps that load
 // Sources: Shah et al., "FlashAttention-3", 2024; Dao, "FlashAttention-2", 2023.
 
 #include "attention/sm90/block.cuh"
