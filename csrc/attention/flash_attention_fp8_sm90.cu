@@ -29,8 +29,9 @@
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}_blocks   k's or v's of blocks
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_any                    causal or not, by keys_ahead
 // head_dim is any multiple of 16 up to N. Tensor maps of four dimensions, innermost first:
-// head_dim, tokens, heads, batch (1 where varlen); boxes of 128 columns by 64 rows (Q) or kBlockN
-// rows (K, V), 128-byte swizzle, zeros outside.
+// head_dim, tokens, heads, batch (1 where varlen), of Q head_dim, heads, tokens, batch; boxes of
+// 128 columns by pack_heads heads and pack_tokens tokens (Q, up to 64 rows) or kBlockN rows (K, V),
+// 128-byte swizzle, zeros outside.
 // Sources: Shah et al., "FlashAttention-3", 2024; PTX ISA 8.7 (wgmma, ldmatrix, stmatrix).
 //
 // kernel_hub: allow-local-memory: at most 128 bytes, between tiles or in the warp that loads
@@ -107,7 +108,8 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
             int64_t v_scale_block_stride, int batch_size, int num_heads, int num_kv_heads,     \
             int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,                \
             int heads_per_q_scale, int heads_per_group, int has_foreign_rows, int is_out_fp16, \
-            float softmax_scale, int keys_ahead) {                                             \
+            float softmax_scale, int keys_ahead, int pack_heads, int pack_tokens,              \
+            int pack_reciprocal, int tiles_a_head) {                                           \
             using C = Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, Scales::SCALES>;        \
             flash_attention<C>({.out = out,                                                    \
                                 .lse = lse,                                                    \
@@ -149,7 +151,11 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
                                 .has_foreign_rows = has_foreign_rows,                          \
                                 .is_out_fp16 = is_out_fp16,                                    \
                                 .softmax_scale = softmax_scale,                                \
-                                .keys_ahead = keys_ahead});                                    \
+                                .keys_ahead = keys_ahead,                                      \
+                                .pack_heads = pack_heads,                                      \
+                                .pack_tokens = pack_tokens,                                    \
+                                .pack_reciprocal = pack_reciprocal,                            \
+                                .tiles_a_head = tiles_a_head});                                \
         })
 
 #define EXPORT_MASKS(HEAD_DIM, SUFFIX, SCALES, CONSUMERS, BLOCK_N)                        \

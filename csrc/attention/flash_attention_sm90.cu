@@ -28,8 +28,11 @@
 //   flash_attention_sm90_{dtype}_hdim{N}_full     no mask but the sequences' ends
 //   ..._causal                                    window_right only (0: causal)
 //   ..._causal_short                              the same in tiles for short sequences
-//   ..._window                                    both sides, either of them open; softcap
-//   ..._bf16_hdim64_window_capped                the same with softcap, which bf16's own lacks
+//   ..._window                                    both sides, each of them may be open;
+//                                                 softcap, but for bf16_hdim64 and fp16_hdim96
+//   ..._bf16_hdim64_window_capped                with softcap alone
+//   ..._window_rows192                            without it, in larger tiles: K and V are read by
+//                                                 fewer of them
 //   flash_attention_sm90_{dtype}_hdim{N}_v{M}_...   the same with fewer columns of v and out
 // head_dim is any multiple of 8 up to N, and so is v's own, or up to M: what is left of its columns
 // are zeros, and are not written. Strided dense or varlen by tensor maps of four dimensions,
@@ -43,47 +46,55 @@
 
 namespace kernel_hub::attention::sm90 {
 
-#define EXPORT_BODY(DTYPE, T, NAME, HEAD_DIM, HEAD_DIM_V, VARIANT, MASK, CONSUMERS, BLOCK_N)     \
-    DESCRIBED(                                                                                   \
-        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT,                                       \
-        "x: as many blocks as multiprocessors, or as tiles of block_m queries",                  \
-        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V>>()),    \
-        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                   \
-        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT(                                       \
-            T* out, float* lse, int* flag, ATTENTION_INPUTS, int* tile_counter, ATTENTION_SHAPE, \
-            int num_pages, int page_size, int box_rows, int window_left, int window_right,       \
-            int heads_per_group, ATTENTION_SCORES) {                                             \
-            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V>;    \
-            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, .tile_counter = tile_counter,    \
-                                     ATTENTION_SHAPE_ARGUMENTS,                                  \
-                                     .heads_per_group = heads_per_group,                         \
-                                     ATTENTION_SCORE_ARGUMENTS});                                \
+#define EXPORT_BODY(DTYPE, T, NAME, HEAD_DIM, HEAD_DIM_V, VARIANT, MASK, CONSUMERS, BLOCK_N, CAP) \
+    DESCRIBED(                                                                                    \
+        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT,                                        \
+        "x: as many blocks as multiprocessors, or as tiles of block_m queries",                   \
+        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V,          \
+                         Softcap::CAP>>()),                                                       \
+        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                    \
+        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT(                                        \
+            T* out, float* lse, int* flag, ATTENTION_INPUTS, int* tile_counter, ATTENTION_SHAPE,  \
+            int num_pages, int page_size, int box_rows, int window_left, int window_right,        \
+            int heads_per_group, ATTENTION_SCORES) {                                              \
+            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V,      \
+                             Softcap::CAP>;                                                       \
+            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, .tile_counter = tile_counter,     \
+                                     ATTENTION_SHAPE_ARGUMENTS,                                   \
+                                     .heads_per_group = heads_per_group,                          \
+                                     ATTENTION_SCORE_ARGUMENTS});                                 \
         })
 
-#define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N) \
-    EXPORT_BODY(DTYPE, T, hdim##HEAD_DIM, HEAD_DIM, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)
+#define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)            \
+    EXPORT_BODY(DTYPE, T, hdim##HEAD_DIM, HEAD_DIM, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N, \
+                kMaybe)
 
-#define EXPORT_MASKS(DTYPE, T, HEAD_DIM, CONSUMERS, BLOCK_N)                        \
+#define EXPORT_WINDOW(DTYPE, T, HEAD_DIM, VARIANT, CONSUMERS, BLOCK_N, CAP)                \
+    EXPORT_BODY(DTYPE, T, hdim##HEAD_DIM, HEAD_DIM, HEAD_DIM, VARIANT, kWindow, CONSUMERS, \
+                BLOCK_N, CAP)
+
+#define EXPORT_MASKS(DTYPE, T, HEAD_DIM, CONSUMERS, BLOCK_N, CAP)                   \
     EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, full, kFull, CONSUMERS, BLOCK_N)     \
     EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, causal, kCausal, CONSUMERS, BLOCK_N) \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, window, kWindow, CONSUMERS, BLOCK_N)
+    EXPORT_WINDOW(DTYPE, T, HEAD_DIM, window, CONSUMERS, BLOCK_N, CAP)
 
-#define EXPORT_HEAD_DIMS(DTYPE, T)                                         \
-    EXPORT_MASKS(DTYPE, T, 64, 3, 128)                                     \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 64, causal_short, kCausal, 2, 128)    \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 96, full, kFull, 2, 128)              \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 96, causal, kCausal, 3, 96)           \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 96, window, kWindow, 2, 128)          \
-    EXPORT_MASKS(DTYPE, T, 128, 2, 128)                                    \
-    EXPORT_MASKS(DTYPE, T, 192, 2, 112)                                    \
-    EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, full, kFull, 2, 128)     \
-    EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, causal, kCausal, 2, 128) \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, full, kFull, 2, 80)              \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, causal, kCausal, 2, 64)          \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, window, kWindow, 2, 64)
+#define EXPORT_HEAD_DIMS(DTYPE, T, CAP_64, CAP_96)                                 \
+    EXPORT_MASKS(DTYPE, T, 64, 3, 128, CAP_64)                                     \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 64, causal_short, kCausal, 2, 128)            \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 96, causal, kCausal, 3, 96)                   \
+    EXPORT_WINDOW(DTYPE, T, 96, window, 2, 128, CAP_96)                            \
+    EXPORT_WINDOW(DTYPE, T, 96, window_rows192, 3, 96, kNever)                     \
+    EXPORT_WINDOW(DTYPE, T, 112, window_rows192, 3, 96, kNever)                    \
+    EXPORT_MASKS(DTYPE, T, 128, 2, 128, kMaybe)                                    \
+    EXPORT_MASKS(DTYPE, T, 192, 2, 112, kMaybe)                                    \
+    EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, full, kFull, 2, 128, kMaybe)     \
+    EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, causal, kCausal, 2, 128, kMaybe) \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, full, kFull, 2, 80)                      \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, causal, kCausal, 2, 64)                  \
+    EXPORT_WINDOW(DTYPE, T, 256, window, 2, 64, kMaybe)
 
-EXPORT_HEAD_DIMS(fp16, __half)
-EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)
-EXPORT_FLASH_ATTENTION(bf16, __nv_bfloat16, 64, window_capped, kWindow, 3, 96)
+EXPORT_HEAD_DIMS(fp16, __half, kMaybe, kNever)
+EXPORT_HEAD_DIMS(bf16, __nv_bfloat16, kNever, kMaybe)
+EXPORT_WINDOW(bf16, __nv_bfloat16, 64, window_capped, 3, 96, kAlways)
 
 }  // namespace kernel_hub::attention::sm90

@@ -77,7 +77,8 @@ class Case:
             # Past the last sequence there are nans.
             shape = (bounds[-1] + 3, count, head_dim) if varlen else (
                 batch, lengths[0], count, head_dim)  # fmt: skip
-            scale = scale_of(kind, name, batch, count, max(lengths))
+            own_scales = kv_heads if kind == "shared" else count  # of heads that share keys: one
+            scale = scale_of(kind, name, batch, own_scales, max(lengths))
             x = torch.randn(shape) * (magnitude if name != "v" else 1.0)
             factors = spread(scale, x, bounds if varlen else None)
             # Values of the size of their scale times 3: blocks of V then differ by up to 16.

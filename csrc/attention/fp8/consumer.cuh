@@ -191,7 +191,8 @@ struct Consumer : Rows<C> {
         int block = tile.block_end - 2;
         if constexpr (C::kMask != Mask::kFull) {
             // Blocks from `masked` on have keys that the warpgroup's first row does not see.
-            const int first_row = tile.row_begin + 64 * consumer + diagonal_of<C>(this->p, tile);
+            const int first_row =
+                tile.row_begin + consumer * pack_tokens<C>(this->p) + diagonal_of<C>(this->p, tile);
             const int visible = max(0, min(tile.seqlen_k, first_row + 1));
             const int masked = max(tile.block_begin, visible / C::kBlockN);
 #pragma unroll 1

@@ -50,6 +50,9 @@ struct Config : sm90::Warpgroups<kConsumers_> {
     static constexpr int kVtBytes = (kBlockN + 127) / 128 * kVtPanelBytes;
     static constexpr int kSharedBytes =
         kConsumers * kQBytes + kStages * (2 * kKVBytes + kVtBytes) + 1024;
+    // Whether heads share tiles: of 96 columns it would cost registers, and hardly any heads of
+    // that width share keys.
+    static constexpr bool kPacks = kHeadDim != 96 && kScales == Scales::kHeads;
     // Q as fragments for a tile's duration, or read again from shared memory by every product. With
     // more than 128 keys a block it is slower: a warp waits while a product takes its fragments.
     static constexpr bool kQInRegisters = kHeadDim == 128 && kConsumers == 2 && kBlockN == 128;
@@ -82,11 +85,29 @@ struct Parameters {
     int is_out_fp16;
     float softmax_scale;
     int keys_ahead;  // Mask::kAny: that a query sees behind its own place; causal: 0
+    // Of a consumer's 64 rows: row = token pack_heads + head, of heads that share keys and count as
+    // one in num_heads and heads_per_q_scale. pack_reciprocal: ceil(2^16 / pack_heads).
+    int pack_heads, pack_tokens, pack_reciprocal;
+    int tiles_a_head;  // of the longest sequence
 };
+
+// Parameters', where heads share tiles.
+template <class C>
+__device__ __forceinline__ int pack_heads(const Parameters& p) {
+    return C::kPacks ? p.pack_heads : 1;
+}
+template <class C>
+__device__ __forceinline__ int pack_tokens(const Parameters& p) {
+    return C::kPacks ? p.pack_tokens : 64;
+}
+template <class C>
+__device__ __forceinline__ int pack_reciprocal(const Parameters& p) {
+    return C::kPacks ? p.pack_reciprocal : 1 << 16;
+}
 
 // One tile, as the loader tells the others: 48 bytes of shared memory.
 struct Tile {
-    int row_begin;  // -1: there are no more
+    int row_begin;  // the first query; -1: there are no more
     int head, batch, q_begin;
     int seqlen_q, seqlen_k, block_begin, block_end;  // blocks of kBlockN keys
     float score_scale[3];  // of each consumer's rows: from q k^T to powers of two, less k's blocks
@@ -206,7 +227,8 @@ __device__ __forceinline__ int diagonal_of(const Parameters& p, const Tile& tile
 // in the L2, the tiles with the most keys come first.
 template <class C>
 __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
-    const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
+    const int tokens = C::kConsumers * pack_tokens<C>(p);
+    const int num_rows = p.tiles_a_head;
     const int group = index / (p.heads_per_group * num_rows);
     const int first = group * p.heads_per_group;
     const int size = min(p.heads_per_group, p.batch_size * p.num_heads - first);
@@ -220,7 +242,7 @@ __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
         pair = first + rest / num_rows;
     }
     Tile tile;
-    tile.row_begin = row * C::kBlockM;
+    tile.row_begin = row * tokens;
     tile.batch = pair / p.num_heads;
     tile.head = pair - tile.batch * p.num_heads;
     const RowRange queries = find_queries(p, tile.batch);
@@ -230,7 +252,7 @@ __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
     // The keys that some row of the tile sees.
     int key_end = tile.seqlen_k;
     if (C::kMask != Mask::kFull) {
-        const int row_end = min(tile.row_begin + C::kBlockM, tile.seqlen_q);
+        const int row_end = min(tile.row_begin + tokens, tile.seqlen_q);
         key_end = min(key_end, row_end + diagonal_of<C>(p, tile));
     }
     tile.block_begin = 0;

@@ -58,7 +58,8 @@ struct Loader {
         const int last_row = min(tile.seqlen_q, p.seqlen_q) - 1;
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
-            const int row = min(tile.row_begin + 64 * min(i, C::kConsumers - 1), last_row);
+            const int row =
+                min(tile.row_begin + pack_tokens<C>(p) * min(i, C::kConsumers - 1), last_row);
             tile.score_scale[i] =
                 scale * read(p.q_scale, offset + row / kScaleTokens * p.q_scale_block_stride);
         }
@@ -69,11 +70,13 @@ struct Loader {
         for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
             const uint32_t full = shared.q_full(consumer);
             mbarrier_wait(shared.q_empty(consumer), q_parity ^ 1);
-            mbarrier_arrive_expect_tx(full, C::kQBytes);
+            mbarrier_arrive_expect_tx(full,
+                                      C::kPanels * 128 * pack_heads<C>(p) * pack_tokens<C>(p));
 #pragma unroll
             for (int panel = 0; panel < C::kPanels; ++panel) {
                 tma_load_4d(shared.q + consumer * C::kQBytes + panel * C::kQPanelBytes, p.q, full,
-                            panel * kPanelColumns, row + 64 * consumer, head, batch);
+                            panel * kPanelColumns, head * pack_heads<C>(p),
+                            row + consumer * pack_tokens<C>(p), batch);
             }
         }
         q_parity ^= 1;
@@ -119,8 +122,7 @@ struct Loader {
     }
 
     __device__ __forceinline__ void run() {
-        const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-        const int num_tiles = num_rows * p.batch_size * p.num_heads;
+        const int num_tiles = p.tiles_a_head * p.batch_size * p.num_heads;
         // The next tile is asked for ahead, as the answer takes a while.
         for (int index = blockIdx.x, ticket = 0; index < num_tiles; index = gridDim.x + ticket) {
             if (asks_first()) {
@@ -281,34 +283,38 @@ struct Transposer {
 // Writes the tiles that see no keys, in fixed turn; says which tables led outside.
 template <class C>
 __device__ __forceinline__ void write_empty_tiles(const Parameters& p, int thread_idx) {
-    const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-    const int num_tiles = num_rows * p.batch_size * p.num_heads;
+    const int tokens = C::kConsumers * pack_tokens<C>(p);
+    const int num_tiles = p.tiles_a_head * p.batch_size * p.num_heads;
 #pragma unroll 1
     for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
         const Tile tile = locate<C>(p, index);
         if (tile.head == 0 && tile.row_begin == 0) {
             report_lengths(p, tile.batch);
         }
-        const int rows = min(C::kBlockM, tile.seqlen_q - tile.row_begin);
+        const int rows = min(tokens, tile.seqlen_q - tile.row_begin);
         if (rows <= 0 || !tile.is_empty()) {
             continue;
         }
         const int64_t token = tile.q_begin + tile.row_begin;
-        char* out = static_cast<char*>(p.out) +
-                    2 * (tile.batch * p.out_batch_stride + token * p.out_token_stride +
-                         tile.head * p.out_head_stride);
         const int vecs = p.head_dim / 8;
 #pragma unroll 1
-        for (int i = thread_idx; i < rows * vecs; i += 32 * kTransposers) {
-            const int row = i / vecs;
-            *reinterpret_cast<uint4*>(out + 2 * row * p.out_token_stride + 16 * (i - row * vecs)) =
-                make_uint4(0, 0, 0, 0);
-        }
-        if (p.lse) {
-            float* lse = p.lse + tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride;
+        for (int head = tile.head * pack_heads<C>(p); head < (tile.head + 1) * pack_heads<C>(p);
+             ++head) {
+            char* out = static_cast<char*>(p.out) +
+                        2 * (tile.batch * p.out_batch_stride + token * p.out_token_stride +
+                             head * p.out_head_stride);
 #pragma unroll 1
-            for (int i = thread_idx; i < rows; i += 32 * kTransposers) {
-                lse[token + i] = -INFINITY;
+            for (int i = thread_idx; i < rows * vecs; i += 32 * kTransposers) {
+                const int row = i / vecs;
+                *reinterpret_cast<uint4*>(out + 2 * row * p.out_token_stride +
+                                          16 * (i - row * vecs)) = make_uint4(0, 0, 0, 0);
+            }
+            if (p.lse) {
+                float* lse = p.lse + tile.batch * p.lse_batch_stride + head * p.lse_head_stride;
+#pragma unroll 1
+                for (int i = thread_idx; i < rows; i += 32 * kTransposers) {
+                    lse[token + i] = -INFINITY;
+                }
             }
         }
     }

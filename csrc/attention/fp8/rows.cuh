@@ -30,7 +30,7 @@ struct Rows {
     const Parameters& p;
     const Shared<C>& shared;
     const int consumer, thread_idx, lane_idx;
-    const int row;  // of the tile; the thread also holds row + 8
+    const int row;  // of the consumer's 64; the thread also holds row + 8
     const uint32_t q_low, k_low, vt_low;
     uint32_t q_parity = 0;
     Place<C::kStages> k, vt;
@@ -56,7 +56,7 @@ struct Rows {
           consumer(consumer_),
           thread_idx(threadIdx.x % 128),
           lane_idx(threadIdx.x % 32),
-          row(64 * consumer_ + 16 * (thread_idx / 32) + lane_idx / 4),
+          row(16 * (thread_idx / 32) + lane_idx / 4),
           q_low(__shfl_sync(kAllLanes, descriptor_low(shared_.q + consumer_ * C::kQBytes, 16), 0)),
           k_low(descriptor_low(shared_.k, 16)),
           vt_low(descriptor_low(shared_.vt, 16)) {}
@@ -75,6 +75,20 @@ struct Rows {
         q_parity ^= 1;
     }
 
+    // The query of the thread's row r, and its head.
+    __device__ __forceinline__ int token_of(const Tile& tile, int r) const {
+        return tile.row_begin + consumer * pack_tokens<C>(p) +
+               ((row + 8 * r) * pack_reciprocal<C>(p) >> 16);
+    }
+    __device__ __forceinline__ int head_of(const Tile& tile, int r, int token) const {
+        const int first = tile.row_begin + consumer * pack_tokens<C>(p);
+        return tile.head * pack_heads<C>(p) + row + 8 * r - (token - first) * pack_heads<C>(p);
+    }
+    // Whether there is such a query: rows that heads do not fill up hold none.
+    __device__ __forceinline__ bool is_query(const Tile& tile, int token) const {
+        return token < min(tile.seqlen_q, tile.row_begin + (consumer + 1) * pack_tokens<C>(p));
+    }
+
     // Sets what the rows do not see to -inf.
     template <bool kDiagonal>
     __device__ __forceinline__ void mask(const Tile& tile, int block) {
@@ -83,7 +97,7 @@ struct Rows {
         for (int r = 0; r < 2; ++r) {
             int end = tile.seqlen_k - column;
             if (kDiagonal) {
-                end = min(end, tile.row_begin + row + 8 * r + diagonal_of<C>(p, tile) + 1 - column);
+                end = min(end, token_of(tile, r) + diagonal_of<C>(p, tile) + 1 - column);
             }
 #pragma unroll
             for (int j = 0; j < C::kBlockN / 8; ++j) {
@@ -300,10 +314,10 @@ struct Rows {
             sum += __shfl_xor_sync(kAllLanes, sum, 1);
             sum += __shfl_xor_sync(kAllLanes, sum, 2);
             factor[r] = sum == 0.f ? 0.f : __fdividef(value_scale, sum);
-            const int row_idx = tile.row_begin + row + 8 * r;
-            if (p.lse && row_idx < tile.seqlen_q && lane_idx % 4 == 0) {
-                p.lse[tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride +
-                      tile.q_begin + row_idx] =
+            const int token = token_of(tile, r), head = head_of(tile, r, token);
+            if (p.lse && is_query(tile, token) && lane_idx % 4 == 0) {
+                p.lse[tile.batch * p.lse_batch_stride + head * p.lse_head_stride + tile.q_begin +
+                      token] =
                     sum == 0.f ? -INFINITY : (row_shift[r] - kProbBits) * kLn2 + __logf(sum);
             }
         }
@@ -323,11 +337,10 @@ struct Rows {
         const int first_column = 16 * odd + 4 * (lane_idx & 2);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row_idx = tile.row_begin + row + 8 * r;
-            const bool is_inside = row_idx < tile.seqlen_q;
+            const int token = token_of(tile, r), head = head_of(tile, r, token);
+            const bool is_inside = is_query(tile, token);
             uint16_t* out = static_cast<uint16_t*>(p.out) + tile.batch * p.out_batch_stride +
-                            (tile.q_begin + row_idx) * p.out_token_stride +
-                            tile.head * p.out_head_stride;
+                            (tile.q_begin + token) * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
             for (int i = 0; i < C::kHeadDim / 32; ++i) {
                 uint32_t words[2][2];

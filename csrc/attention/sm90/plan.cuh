@@ -14,6 +14,9 @@
 namespace kernel_hub::attention::sm90 {
 
 enum class Mask { kFull, kCausal, kWindow };
+// Of windows: which know softcap, and nothing else. Both are a third more code, and where three
+// warpgroups have 128 keys a block (64 columns, bf16) no registers are left to tell tiny scores.
+enum class Softcap { kMaybe, kNever, kAlways };
 
 constexpr int kPanelColumns = 64;  // columns of a 128-byte row of shared memory
 constexpr int kTileSlots = 4;
@@ -23,7 +26,7 @@ constexpr float kRescaleBits = 8.f;
 // kSplit: tiles of the heads of a group side by side, and pieces of tiles (flash_attention_split).
 // kHeadDim: columns of Q and K; kHeadDimV: of V and the output.
 template <typename T_, int kHeadDim_, int kConsumers_, int kBlockN_, Mask kMask_,
-          bool kSplit_ = false, int kHeadDimV_ = kHeadDim_>
+          bool kSplit_ = false, int kHeadDimV_ = kHeadDim_, Softcap kSoftcap_ = Softcap::kMaybe>
 struct Config : Warpgroups<kConsumers_> {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -39,21 +42,20 @@ struct Config : Warpgroups<kConsumers_> {
     static constexpr int kStages = 2;
     // Split: the next tile's queries come under the products of this one, where there is room.
     static constexpr int kQStages = kSplit && kConsumers <= 2 && kHeadDim <= 128 ? 2 : 1;
+    static constexpr bool kHasCap = kMask == Mask::kWindow && kSoftcap_ != Softcap::kNever;
+    static constexpr bool kHasPlain = kSoftcap_ != Softcap::kAlways;
+    // Whether full attention is a window that is open on both sides: it has no body of its own.
+    static constexpr bool kIsFullToo =
+        !kSplit && kMask == Mask::kWindow && (kHeadDim == 96 || kHeadDim == 112);
     // Whether the largest score of a row is found by bits: where the tensor cores are bound least.
-    static constexpr bool kByBits =
-        kHeadDim <= 96 && kMask != Mask::kWindow && (kHeadDim > 64 || kMask == Mask::kCausal);
+    static constexpr bool kByBits = kHeadDim <= 96 && (kMask != Mask::kWindow || !kHasCap) &&
+                                    (kHeadDim > 64 || kMask == Mask::kCausal);
     // Whether a warpgroup leaves out a tile's first block where it sees nothing of it; with blocks
     // wider than that it sees something of each.
     static constexpr bool kTrims =
         !kSplit && kMask == Mask::kCausal && (kConsumers > 2) == (kBlockN >= 128);
     // Whether registers are left to find small scores by bits.
     static constexpr bool kFindsSmall = !kSplit && (kConsumers == 2 || kBlockN <= 96);
-    // Of 64 columns, where three warpgroups have no registers to tell tiny scores from others in
-    // blocks of 128 keys: whether a body of windows knows softcap, or nothing else (bf16).
-    static constexpr bool kIsOneOfTwo = std::is_same_v<T, __nv_bfloat16> && kHeadDim == 64 &&
-                                        kMask == Mask::kWindow && kConsumers == 3;
-    static constexpr bool kHasCap = kMask == Mask::kWindow && !(kIsOneOfTwo && kBlockN > 96);
-    static constexpr bool kHasPlain = !(kIsOneOfTwo && kBlockN <= 96);
     // Whether scores that are tiny are told from others in masked blocks, and in shares: of bf16.
     static constexpr bool kFindsTiny = std::is_same_v<T, __nv_bfloat16> && kHeadDim != 192 &&
                                        (kSplit ? kHeadDim == 128 : kFindsSmall);
@@ -68,7 +70,7 @@ struct Config : Warpgroups<kConsumers_> {
         kConsumers * kQStages * kQBytes + kStages * (kKBytes + kVBytes) + 1024;
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
     static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0, "products are 16 deep");
-    static_assert(kHeadDimV % 32 == 0, "the output is written 32 columns at a time");
+    static_assert(kHeadDimV % 16 == 0, "the output is written 32 columns at a time");
     static_assert(kVPanels <= kPanels, "the loader counts the panels of K");
     static_assert(!kTrims || 64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
 };

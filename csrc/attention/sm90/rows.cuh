@@ -132,10 +132,10 @@ struct Rows : Scores<C> {
             T* out = static_cast<T*>(p.out) + tile.batch * p.out_batch_stride +
                      (tile.q_begin + row_idx) * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
-            for (int i = 0; i < C::kHeadDimV / 32; ++i) {
-                uint32_t words[4];
+            for (int i = 0; i < (C::kHeadDimV + 31) / 32; ++i) {
+                uint32_t words[4] = {};
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
+                for (int j = 0; j < min(4, C::kHeadDimV / 8 - 4 * i); ++j) {
                     const int column = 4 * (4 * i + j) + 2 * r;
                     words[j] = pack2<T>(output[column] * factor[r], output[column + 1] * factor[r]);
                 }

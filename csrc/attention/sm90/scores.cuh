@@ -124,7 +124,11 @@ struct Scores : Held<C> {
                 mask<false, false>(tile, block);
             }
         } else if constexpr (kMasked) {
-            mask<true, C::kMask == Mask::kWindow>(tile, block);
+            if (!C::kIsFullToo || p.window_left >= 0 || p.window_right >= 0) {
+                mask<true, C::kMask == Mask::kWindow>(tile, block);
+            } else if ((block + 1) * C::kBlockN > tile.seqlen_k) {
+                mask<false, false>(tile, block);
+            }
         }
         softmax<kFirst>([&](float score, float shift) { return fmaf(score, unit, -shift); });
     }

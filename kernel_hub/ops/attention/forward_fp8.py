@@ -7,6 +7,7 @@ shapes and dtypes were checked before (fp8.py).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,13 +19,26 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch, nothing
 from .forward_sm90 import MAX_TILES, MAX_TOKENS, NUM_COUNTERS, heads_a_group
-from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
+from .problem import (
+    SCALES,
+    Options,
+    Problem,
+    is_mappable,
+    lse_strides_of,
+    packed_tensor_map,
+    strides_of,
+    tensor_map,
+)
+from .tile_costs import TileCost, prompt_of, prompt_us
 
 CUBIN = "flash_attention_fp8_sm90"
 # Tokens that share a scale where scales are given for blocks.
 SCALE_TOKENS = 128
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 _OP = "flash_attention"
+_ROWS = 64  # of a warpgroup
+# How many heads may share them. For tests.
+most_packed = 64
 _ANY = "any"  # causal or not, as the launch says
 _ALL_KEYS = 1 << 29  # ahead of a query: its sum with two lengths stays in 32 bits
 
@@ -68,6 +82,16 @@ class Body:
         return sizes["block_m"] // sizes["consumers"]
 
     @property
+    def can_pack(self) -> bool:
+        """Whether heads may share the rows of its tiles."""
+        return self.head_dim != 96 and not self.suffix.endswith("_blocks")
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is the one for more keys."""
+        return self.suffix.endswith("_long")
+
+    @property
     def name(self) -> str:
         """The function's name."""
         return f"{CUBIN}_e4m3_hdim{self.head_dim}_{self.suffix}"
@@ -101,6 +125,14 @@ BODIES = (
 
 # Rounds of tiles of 128 rows, by the head_dim of the body that they are taken for.
 _FEW_ROUNDS = {64: 1, 96: 2}
+# A block of keys, and a tile's beginning and end (tile_costs.TileCost), by width and whether it is
+# for more keys; heads up to _NARROW may be better in kernels of that width.
+_COSTS = {
+    (64, False): (1.20, 1.8), (64, True): (1.48, 2.0), (96, False): (1.36, 2.0),
+    (128, False): (1.12, 1.6), (128, True): (1.16, 2.4), (192, False): (1.36, 2.2),
+    (256, False): (1.24, 3.2),
+}  # fmt: skip
+_NARROW, _SURELY, _MASKS = 128, 0.95, ("full", "causal")
 
 
 def check_device(q: torch.Tensor) -> None:
@@ -162,6 +194,48 @@ def choose(
     return best
 
 
+def _alike(problem: Problem, scales: Scales) -> int:
+    """How many heads side by side share keys and q's scale."""
+    num_heads, num_kv_heads = problem.q.shape[-2], max(1, problem.k.shape[-2])
+    alike = max(1, num_heads // num_kv_heads)
+    if scales.q is not None and scales.q.numel() > 1:
+        alike = 1 if scales.q.dim() == 3 else math.gcd(alike, num_heads // scales.q.shape[-1])
+    return alike
+
+
+def _cheapest(problem: Problem, own: Body, alike: int) -> tuple[Body, int]:
+    """The body, and how many heads share the rows of a warpgroup, that cost least; `own`: what the
+    rules say of heads apart, which is left where that is surely faster."""
+    num_heads, right = problem.q.shape[-2], 0 if problem.window_right == 0 else -1
+    apart = prompt_of(problem, num_heads, -1, right)
+    if apart is None:
+        return own, 1
+    num_sms = device_of(problem.q.device).num_sms
+    best = math.inf, own, 1
+    for body in _others(own, problem.q.shape[-1]):
+        sizes, (unit_us, begin_us) = body.stated.sizes, _COSTS[body.head_dim, body.is_long]
+        most = min(alike, _ROWS, most_packed) if body.can_pack else 1
+        for heads in (n for n in range(1, most + 1) if alike % n == 0):
+            tile = TileCost(
+                _ROWS // heads * sizes["consumers"], sizes["block_n"], unit_us, begin_us
+            )
+            prompt = apart._replace(heads=apart.heads // heads)
+            us = prompt_us(prompt, tile, num_sms) * (_SURELY if body == own else 1.0)
+            # Of equals with a diagonal, whose tiles see less: rows of few tokens.
+            best = min(best, (us, body, heads), key=lambda x: (x[0], x[2] if right else -x[2]))
+    return best[1:]
+
+
+def _others(own: Body, head_dim: int) -> list[Body]:
+    """What may be taken instead of a body, and that."""
+    kind, widest = own.suffix.removesuffix("_long"), max(own.head_dim, _NARROW)
+    if kind not in _MASKS:
+        return [own]
+    suffixes = kind, f"{kind}_long"
+    fitting = [x for x in BODIES if x.suffix in suffixes and head_dim <= x.head_dim <= widest]
+    return list({body.name: body for body in (*fitting, own)}.values())
+
+
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
     """(batch, head, block) strides; 0 where one scale holds for all."""
     if scale is None or scale.numel() == 1:
@@ -192,22 +266,27 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
         head_dim, is_causal, scales.has_blocks_of_keys, seqlen_k, rows,
         device_of(q.device).num_sms, seqlen_q,
     )  # fmt: skip
+    body, heads = _cheapest(problem, body, _alike(problem, scales))
     stated = body.stated
-    num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
+    num_consumers, tokens = stated.sizes["consumers"], _ROWS // heads
+    num_packs = num_heads // heads
+    tiles_a_head = -(-seqlen_q // (tokens * num_consumers))
+    num_tiles = tiles_a_head * problem.batch_size * num_packs
     q_scale_heads = num_heads
     if scales.q is not None and scales.q.numel() > 1:
         q_scale_heads = scales.q.shape[0 if scales.q.dim() == 1 else 1]
     numbers = (
         *strides_of(out), *lse_strides_of(lse), *_scale_strides(scales.q),
-        *_scale_strides(scales.k), *_scale_strides(scales.v), problem.batch_size, num_heads,
+        *_scale_strides(scales.k), *_scale_strides(scales.v), problem.batch_size, num_packs,
         num_kv_heads, head_dim, seqlen_q, seqlen_k, *problem.totals,
-        num_heads // max(1, q_scale_heads), heads_a_group(problem, seqlen_k),
+        max(1, num_packs // max(1, q_scale_heads)), heads_a_group(problem, seqlen_k) // heads,
         int(has_tables or seqlen_k == 0), int(out.dtype == torch.float16), problem.softmax_scale,
-        0 if problem.window_right == 0 else _ALL_KEYS,
+        0 if problem.window_right == 0 else _ALL_KEYS, heads, tokens,
+        -(-(1 << 16) // heads), tiles_a_head,
     )  # fmt: skip
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name) if num_tiles else nothing
-    boxes = (body.q_rows, stated.sizes["block_n"])  # rows of q, of k and v
+    boxes = (tokens, heads, stated.sizes["block_n"])  # of q, of k and v
     return Launch(function, grid, stated.block, stated.shared_bytes, numbers, boxes)
 
 
@@ -215,9 +294,10 @@ def maps(planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     """The descriptors that the launch takes instead of q, k and v."""
     if not planned.maps:
         return ()
-    q_rows, k_rows = planned.maps
+    tokens, heads, k_rows = planned.maps
     # Where there are no keys, descriptors of something: nothing is loaded.
-    return tensor_map(q, q_rows), *[tensor_map(x if x.numel() else q, k_rows) for x in (k, v)]
+    keys = [tensor_map(x if x.numel() else q, k_rows) for x in (k, v)]
+    return packed_tensor_map(q, tokens, heads), *keys
 
 
 def launch(

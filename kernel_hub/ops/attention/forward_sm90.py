@@ -20,6 +20,7 @@ from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch, nothing
 from . import forward_split_sm90 as split
 from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
+from .tile_costs import wider_rows
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
@@ -30,6 +31,7 @@ _FEW, _SHORT, _SHORTER = 32, 320, 256  # tokens: of prompts without masks, of ot
 # Tokens of a sequence, the mean; columns of narrow heads, and of wide ones, of which two that share
 # keys are as if they did not: packed rows are better for others.
 _LITTLE, _NARROW, _WIDE = 64, 32, 128
+_ROOMY, _MANY_ROUNDS = 48, 4  # columns from which full ones in more rounds are better elsewhere
 _WIDE_SHORT = 160  # tokens of the longest of those
 # Of causal tiles: columns of heads that have them of 192 rows, rows of both, and queries up to
 # which fewer rows may be better.
@@ -40,6 +42,9 @@ _L2_BYTES = 18 << 20
 # Of all heads of a group: two tiles a multiprocessor, half of their keys masked; where there are
 # more than so many times that, one is enough.
 _GROUP_QUERIES, _MANY_GROUPS = 264 * 128, 5
+# Of short prompts of wide heads (columns of k and v), from so many tiles on, queries and output
+# count too, and a tile for every other multiprocessor is enough.
+_WIDE_HEADS, _MORE_L2_BYTES, _SHORT_WIDE, _SOME_TILES, _FEW_TILES = 320, 22 << 20, 1024, 250, 66
 # The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
 MAX_TOKENS = 1 << 29
 MAX_TILES = 1 << 30
@@ -91,11 +96,17 @@ class Body:
 
 _MASKS = ("full", "causal", "window")
 _CAPPED = "_capped"
+_ROWS192 = "_rows192"
 # The first that holds a problem is its own; docs/notes/flash_attention_sm90.md says why these.
 BODIES = (
     Body("causal", 64, "_short", longest=1280),
     Body("window", 64, _CAPPED),  # of bf16
-    *(Body(mask, width) for width in (64, 96, 128) for mask in _MASKS),
+    *(Body(mask, 64) for mask in _MASKS),
+    Body("causal", 96),
+    Body("window", 96, _ROWS192),
+    Body("window", 96),  # of fp16 without softcap
+    Body("window", 112, _ROWS192),
+    *(Body(mask, 128) for mask in _MASKS),
     *(Body(mask, 192, own_head_dim_v=128) for mask in ("full", "causal")),
     *(Body(mask, width) for width in (192, 256) for mask in _MASKS),
 )
@@ -109,8 +120,11 @@ def _choose(problem: Problem) -> Body | None:
         mask = "window"  # the others have no softcap
     is_capped = problem.softcap != 0 and problem.q.dtype == torch.bfloat16
     head_dim, head_dim_v = problem.q.shape[-1], problem.v.shape[-1]
+    larger = _of_more_rows(problem, mask)
     if mask == "causal" and _wants_few_rows(problem):
         mask = "window"
+    if larger is not None or (mask == "full" and _NARROWEST < problem.widest_head <= 96):
+        mask = "window"  # that is open on both sides
     for body in BODIES:
         if (
             body.mask == mask
@@ -119,9 +133,21 @@ def _choose(problem: Problem) -> Body | None:
             and problem.seqlens[0] <= body.longest
             and not (problem.batch_invariant and body.longest < BODIES[-1].longest)
             and (body.suffix != _CAPPED or is_capped)
+            and (body.suffix != _ROWS192 or body is larger)
+            and (problem.softcap == 0 or is_capped or (body.mask, body.head_dim) != ("window", 96))
         ):
             return body
     return None
+
+
+def _of_more_rows(problem: Problem, mask: str) -> Body | None:
+    """The body of 192 rows for windows and full attention of 72 to 112 columns, where it is
+    better."""
+    others = problem.block_table, problem.cache_seqlens
+    if mask == "causal" or problem.softcap != 0 or any(x is not None for x in others):
+        return None
+    width = wider_rows(problem)
+    return next((x for x in BODIES if x.suffix == _ROWS192 and x.head_dim == width), None)
 
 
 def _wants_few_rows(problem: Problem) -> bool:
@@ -154,7 +180,8 @@ def is_short(problem: Problem) -> bool:
     if longest > _SHORT or problem.batch_invariant or any(x is not None for x in others):
         return False
     head_dim, num_heads = problem.widest_head, problem.q.shape[-2]
-    is_one_round = problem.batch_size * num_heads <= device_of(problem.q.device).num_sms
+    pairs, num_sms = problem.batch_size * num_heads, device_of(problem.q.device).num_sms
+    is_one_round = pairs <= num_sms
     if _mean_tokens(problem) <= _LITTLE:
         is_wide = head_dim > _WIDE
         if is_wide and is_one_round and longest > _WIDE_SHORT:
@@ -163,32 +190,42 @@ def is_short(problem: Problem) -> bool:
     if problem.has_lengths or problem.seqlens[0] < _FEW:
         return False
     if head_dim > 64:
-        return is_one_round and _fills_little(problem)
+        return _fills_little(problem, pairs / num_sms)
     left, right = problem.window  # causal ones have tiles of 128 queries
     if problem.seqlens[0] > _ROWS and _has_many_rows(problem):
         return False
     is_masked = left >= 0 or right >= 0 or problem.softcap != 0
+    if head_dim > _ROOMY and not is_masked and longest <= _ROWS and pairs > _MANY_ROUNDS * num_sms:
+        return False
     if longest > _SHORTER and (is_masked or min(problem.seqlens) <= _SHORTER):
         return False
-    return head_dim <= _NARROW or (problem.softcap == 0 and (left >= 0 or right < 0))
+    if head_dim <= _NARROW or (problem.softcap == 0 and (left >= 0 or right < 0)):
+        return True
+    return problem.softcap == 0 and pairs <= 2 * num_sms and longest <= _ROWS
 
 
 def _has_many_rows(problem: Problem) -> bool:
-    """Whether tiles of 192 rows, of which more than one is short of full, take several rounds."""
-    tiles = -(-problem.seqlens[0] // _MORE_ROWS) * problem.batch_size * problem.q.shape[-2]
-    return problem.window[0] < 0 and tiles > 2 * device_of(problem.q.device).num_sms
+    """Whether tiles of 192 rows, of which more than one is short of full, take several rounds; of
+    full attention one too."""
+    num_sms = device_of(problem.q.device).num_sms
+    left, right = problem.window
+    pairs = problem.batch_size * problem.q.shape[-2]
+    tiles = -(-problem.seqlens[0] // _MORE_ROWS) * pairs
+    return left < 0 and (tiles > 2 * num_sms or (right < 0 and pairs > num_sms))
 
 
-def _fills_little(problem: Problem) -> bool:
-    """The same of wider heads that are alone, for the first round of tiles: causal ones of 96
-    columns, whose tiles are of 192 rows or for windows too, and a second block of few keys."""
+def _fills_little(problem: Problem, rounds: float) -> bool:
+    """The same of wider heads that are alone, for the first rounds of tiles: those of 96 columns,
+    which are of 192 rows or for windows too, and a second block of few keys."""
     left, right = problem.window
     if problem.softcap != 0 or left >= 0 or problem.q.shape[-2] != problem.k.shape[-2]:
         return False
     head_dim, longest = problem.widest_head, max(problem.seqlens)
     if right >= 0:
-        return head_dim <= _ROWS192_WIDEST and longest <= _ROWS
-    return _ROWS192_WIDEST < head_dim <= _WIDE and _ROWS < min(problem.seqlens) <= longest <= 160
+        return head_dim <= _ROWS192_WIDEST and longest <= _ROWS and rounds <= 1
+    if head_dim <= _ROWS192_WIDEST:
+        return longest <= _ROWS and rounds <= 2
+    return head_dim <= _WIDE and _ROWS < min(problem.seqlens) <= longest <= 160 and rounds <= 1
 
 
 def _mean_tokens(problem: Problem) -> float:
@@ -252,7 +289,12 @@ def heads_a_group(problem: Problem, seqlen_k: int) -> int:
     least = -(-_GROUP_QUERIES // (seqlen_q * group))
     if num_pairs * group * seqlen_q > _MANY_GROUPS * _GROUP_QUERIES:
         least = -(-least // 2)
-    num_groups = max(1, round(num_pairs / max(1, least, round(_L2_BYTES / pair_bytes))))
+    l2_bytes, tiles = _L2_BYTES, -(-seqlen_q // _ROWS) * group
+    is_wide = head_dims > _WIDE_HEADS and problem.q.element_size() == 2
+    if is_wide and seqlen_q <= _SHORT_WIDE and num_pairs * tiles >= _SOME_TILES:
+        l2_bytes, least = _MORE_L2_BYTES, -(-_FEW_TILES // tiles)
+        pair_bytes += group * seqlen_q * head_dims * problem.q.element_size()
+    num_groups = max(1, round(num_pairs / max(1, least, round(l2_bytes / pair_bytes))))
     return max(1, -(-num_pairs // num_groups)) * group
 
 

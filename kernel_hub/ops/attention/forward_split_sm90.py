@@ -199,16 +199,23 @@ def _places(tile: costs.PackedTile, num_sms: int) -> int:
 
 
 def _is_surely_in_turn(problem: Problem, tile: costs.PackedTile, sizes: costs.Sizes) -> bool:
-    """Whether many causal prompts of one length, heads alone, are surely better in turn: in tiles
-    of 128 rows of 96 columns, as forward_sm90's are of 192."""
-    if sizes.has_lengths or sizes.window_left >= 0 or not sizes.is_prompt or tile.block_m != _ROWS:
+    """Whether prompts of one length are surely better in turn, in tiles of 128 rows, as those of
+    forward_sm90 are of 192: many of 96 columns or fewer and heads alone; windows of 64 columns that
+    are dealt in one round."""
+    if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
         return False
     seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
-    return (
-        (tile.width == 96 and sizes.num_heads == sizes.num_kv_heads and sizes.window_right >= 0)
-        and (_MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT)
-        and tiles * sizes.batch_size * sizes.num_heads >= 3 * device_of(problem.q.device).num_sms
-    )
+    rounds = tiles * sizes.batch_size * sizes.num_heads / device_of(problem.q.device).num_sms
+    if sizes.window_left >= 0:
+        return tile.width == 64 and problem.softcap == 0 and rounds <= 1
+    if sizes.num_heads != sizes.num_kv_heads or tile.width > 96:
+        return False
+    if tile.width == 64:  # tiles of 192 rows are half empty
+        return problem.softcap == 0 and sizes.window_right < 0 and seqlen_q <= _ROWS and rounds > 4
+    if sizes.window_right < 0:  # rows of heads that begin between the L2's sectors
+        return _ROWS < seqlen_q <= 2 * _ROWS and problem.widest_head % 16 != 0 and rounds >= 2.5
+    is_short = _MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT
+    return is_short and rounds >= 3
 
 
 def best_way(problem: Problem, whole_rows: int = 0) -> Way:

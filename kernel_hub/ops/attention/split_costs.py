@@ -1,7 +1,6 @@
 """About how long attention of few queries over many keys takes on Hopper, in equal shares or not.
 
-What it knows of an H200 is fitted to benchmarks/results/h200_by_lot_caches_*.json
-(docs/notes/flash_attention_split_sm90.md).
+Fitted to what drawn cases took (docs/notes/flash_attention_split_sm90.md).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = [
 SLOTS = 3  # of a block's pieces: Packing::kSlots
 LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
 # Of a multiprocessor: of whole tiles by the mean of head_dim and v's own.
-_WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
+_WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 112: 5.5e6, 128: 5.7e6, 160: 6e6, 192: 6.2e6, 256: 6.6e6}
 _WIDE = 0.95  # of that, over caches
 _FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
 _ROWS192_FLOPS_A_US = 5.4e6  # of 96 columns in such tiles

@@ -232,6 +232,23 @@ def test_every_kernel(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (14, 2), (5, 1), (16, 1)])
+def test_heads_share_tiles(
+    hopper: None, heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> None:  # fmt: skip
+    forget_all()
+    for lengths_q, lengths_k, kind in (
+        ((216,) * 3, (216,) * 3, "shared"), ((33,) * 9, (333,) * 9, "none"),
+    ):  # fmt: skip
+        case = Case(lengths_q, lengths_k, heads, kv_heads, head_dim, kind, device="cuda")
+        run(case, causal)
+    lengths_q, lengths_k = (1, 77, 300, 10, 64, 0, 130), (1, 200, 129, 5, 0, 5, 5)
+    run(Case(lengths_q, lengths_k, heads, kv_heads, head_dim, "shared", True, "cuda", 2), causal)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", SCALES)
 def test_scales(hopper: None, kind: str) -> None:
     for heads, kv_heads in ((4, 4), (8, 2), (4, 1)):

@@ -153,10 +153,11 @@ PROMPTS = [
     Prompts("whole", 85, 168, 640, (2, 1), 256),  # 28.7, 36.1
     Prompts("whole", 20, 341, 963, (20, 5)),  # 62.1, 79.0
     Prompts("whole", 128, 130, 551, (16, 16), 80),  # 108, 114
-    Prompts("tiles", 11, 832, 0, (2, 2), 88, False),  # 26.8, 20.5
-    Prompts("tiles", 1, 21_456, 0, (2, 2), 72, False),  # 661, 560
+    Prompts("whole", 11, 832, 0, (2, 2), 88, False),  # 26.8, 20.5; whole has 192 rows since
+    Prompts("whole", 1, 21_456, 0, (2, 2), 72, False),  # 661, 560; the same
     Prompts("tiles", 72, 178, 0, (8, 8), 72, False),  # 45.0, 31.9
-    Prompts("whole", 161, 241, 0, (2, 2), 88, False),  # 34.2, 43.9
+    Prompts("tiles", 79, 231, 0, (8, 8), 72, False),  # 60.8, 57.0
+    Prompts("tiles", 91, 246, 0, (2, 2), 88, False),  # 25.7, 24.0
     Prompts("whole", 7, 1883, 0, (2, 2), 72, False),  # 47.2, 58.8
     Prompts("tiles", 71, 42, 0, (32, 8), 128, False),  # 63.0, 31.9
     Prompts("tiles", 40, 137, 0, (24, 8)),  # 67.1, 45.1
@@ -177,7 +178,8 @@ PROMPTS = [
     Prompts("whole", 1, 4224, 4224, (8, 8), 96),  # 65.9, 83.3
     Prompts("whole", 1, 5418, 5418, (8, 8), 96),  # 84.5, 129
     Prompts("whole", 16, 683, 2537, (8, 8), 96),
-    Prompts("tiles", 1, 2376, 2376, (8, 8), 72, False),  # 56.7, -; FlashAttention-3 46.8
+    Prompts("whole", 1, 2376, 2376, (8, 8), 72, False),
+    Prompts("tiles", 1, 657, 0, (6, 6), 32, False, 127),  # 12.8, 9.8
     Prompts("whole", 4, 269, 0, (3, 1)),  # 9.5, 10.6 (12.2)
     Prompts("whole", 3, 301, 0, (2, 2), 80, False),  # 9.3, 10.5 (11.2)
     Prompts("whole", 38, 482, 0, (2, 2), 80, False),  # 24.7, 27.8

@@ -1,0 +1,131 @@
+"""Which tiles whole prompts have on Hopper, by what they cost, and those that few problems take."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, run
+
+from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.attention.tile_costs import Prompt, TileCost, prompt_us
+from kernel_hub.ops.core.device import PlannedGpu, has_wgmma, pretend
+from kernel_hub.ops.core.launch import forget_all
+
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
+SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
+COSTS: Any = importlib.import_module("kernel_hub.ops.attention.tile_costs")
+FP8: Any = importlib.import_module("kernel_hub.ops.attention.forward_fp8")
+
+
+def body(
+    batch_size: int, seqlen: int, heads: int, head_dim: int, left: int = -1, right: int = -1,
+    dtype: torch.dtype = torch.bfloat16, **options: Any,
+) -> str:  # fmt: skip
+    q = torch.empty(batch_size, seqlen, heads, head_dim, dtype=dtype, device="meta")
+    problem = Problem(q, q, q, batch_size, seqlen, seqlen, 0.1, left, right, **options)
+    with pretend(PlannedGpu((9, 0), 132)):
+        found = SM90._choose(problem)
+    return f"{found.head_dim} {found.mask}{found.suffix}"
+
+
+def test_who_has_tiles_of_more_rows() -> None:
+    """us on an H100: 128 rows, 192."""
+    for more in (
+        (2, 4614, 16, 88, 2047, 2047),  # 481, 346
+        (3, 16761, 16, 72, 1023, 1023),  # 1369, 1091
+        (1, 6883, 16, 88, 2047, 0),  # 173, 143
+        (4, 5094, 4, 88),  # 357, 298
+        (24, 339, 16, 88),  # 77, 65
+    ):
+        assert body(*more) == "96 window_rows192"
+    for wide in (
+        (7, 5207, 4, 104),  # 671, 505
+        (2, 23_000, 8, 104, 511, 511),  # 440, 374
+        (1, 12_795, 2, 104, 4095, 0),  # 108, 75
+    ):
+        assert body(*wide) == "112 window_rows192"
+    for fewer in (
+        (2, 32_530, 2, 80, 511, 511),  # 114, 127
+        (12, 3011, 1, 80, 255, 0),  # 21, 25
+        (13, 585, 8, 72, 64, 0),  # 29, 34
+        (130, 206, 8, 72),  # 88, 109
+        (3, 1237, 2, 80),  # 19, 22
+    ):
+        assert body(*fewer) == "96 window"
+    long = 2, 4614, 16, 88, 2047, 2047
+    assert body(*long, softcap=20.0) == body(*long, batch_invariant=True) == "96 window"
+    assert body(*long, softcap=20.0, dtype=torch.float16) == "128 window"
+    assert body(2, 4614, 16, 88, -1, 0) == "96 causal"
+    assert body(2, 4614, 16, 128, 2047, 2047) == "128 window"
+
+
+def test_how_many_heads_share_tiles_in_e4m3() -> None:
+    """Of those that share keys and q's scale; us: heads apart, as it is."""
+
+    def found(batch_size: int, seqlen: int, heads: int, kv_heads: int, head_dim: int) -> int:
+        q, k = (
+            torch.empty(batch_size, seqlen, n, head_dim, device="meta").to(torch.float8_e4m3fn)
+            for n in (heads, kv_heads)
+        )
+        problem = Problem(q, k, k, batch_size, seqlen, seqlen, 0.1, window_right=0)
+        with pretend(PlannedGpu((9, 0), 132)):
+            own = FP8.choose(head_dim, True, False, seqlen, q[..., 0].numel(), 132, seqlen)
+            return int(FP8._cheapest(problem, own, heads // kv_heads)[1])
+
+    assert found(64, 137, 64, 4, 64) == 16  # 142, 76
+    assert found(128, 279, 8, 1, 128) == 8  # 93, 64
+    assert found(79, 561, 14, 2, 128) == 7  # 217, 191
+    assert found(7, 768, 12, 1, 128) < 12  # 25.7, 27.5 with all
+    assert found(2, 96, 32, 32, 128) == 1
+
+    def alike(scale: torch.Tensor | None) -> int:
+        q, k = (torch.empty(2, 300, n, 64, device="meta") for n in (12, 2))
+        return int(FP8._alike(Problem(q, k, k, 2, 300, 300, 0.1), FP8.Scales(scale, None, None)))
+
+    assert alike(None) == alike(torch.ones(())) == alike(torch.ones(2, 2)) == 6
+    assert alike(torch.ones(4)) == 3 and alike(torch.ones(2, 12)) == 1
+    assert alike(torch.ones(2, 2, 3)) == 1
+
+
+def test_costs() -> None:
+    """A round more costs as much as the one before; masks leave half."""
+    tile = TileCost(128, 128, 1.0, 2.0)
+    one, two = (prompt_us(Prompt(n, 1024, 1024, -1, -1), tile, 132) for n in (16, 17))
+    assert two - one == pytest.approx(10.0)
+    full, causal = (prompt_us(Prompt(512, 1024, 1024, -1, n), tile, 132) for n in (-1, 0))
+    assert 0.5 < causal / full < 0.75
+    narrow = prompt_us(Prompt(512, 4096, 4096, 255, 0), tile, 132)
+    assert narrow < prompt_us(Prompt(512, 4096, 4096, 1023, 0), tile, 132) < causal * 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["full", "window"])
+@pytest.mark.parametrize("head_dim", [72, 88, 96, 104, 112])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_tiles_of_more_rows(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, head_dim: int, mask: str
+) -> None:  # fmt: skip
+    if not has_wgmma(torch.cuda.get_device_capability()):
+        pytest.skip("not compute capability 9.0")
+    tiles = {key: (x._replace(unit_us=1e3), *rest) for key, (x, *rest) in COSTS._TILES.items()}
+    monkeypatch.setattr(COSTS, "_TILES", tiles)
+    monkeypatch.setattr(COSTS, "_RAGGED_ROUNDS", 0.0)
+    monkeypatch.setattr(SM90, "_SHORT", 0)
+    monkeypatch.setattr(SPLIT, "choice", False)
+    forget_all()
+    window: dict[str, Any] = {"window_size": (70, 19)} if mask == "window" else {}
+    case = Case(dtype=dtype, head_dim=head_dim, num_heads=4, num_kv_heads=2, twice=True, **window)
+    for sinks in ("", "fp32"):
+        long: dict[str, Any] = {"lengths_q": (515,) * 2, "lengths_k": (515,) * 2, "sinks": sinks}
+        run(dataclasses.replace(case, **long), "cuda")
+    run(dataclasses.replace(case, layout="strided", lengths_q=(97,), lengths_k=(333,)), "cuda")
+    run(dataclasses.replace(case, lengths_q=(333,), lengths_k=(97,), seed=1), "cuda")
+    lengths: dict[str, Any] = {
+        "lengths_q": (1, 77, 300, 513, 64, 0, 130), "lengths_k": (1, 200, 129, 513, 0, 5, 5)
+    }  # fmt: skip
+    run(dataclasses.replace(case, layout="varlen", seed=2, **lengths), "cuda")
+    forget_all()
