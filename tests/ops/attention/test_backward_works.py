@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kernel_hub.ops.attention.backward.works import Parting, parting, rounds
+from kernel_hub.ops.attention.backward.works import Pairs, Parting, Turns, parting, rounds, turns
 
 
 def rounds_one_by_one(
@@ -33,11 +33,20 @@ def test_rounds_are_the_blocks_of_queries_that_see_keys() -> None:
 
 
 def parted(
-    length: int, pairs: int, *, group: int = 1, causal: bool = False, has_turns: bool = False
+    length: int, pairs: int, *, group: int = 1, causal: bool = False, drifting_bytes: int = 0
 ) -> Parting:
     return parting(
-        (length, length), (-1, 0 if causal else -1), (64, 64), group, (pairs, 1), 132,
-        goes_on=False, has_turns=has_turns,
+        (length, length), (-1, 0 if causal else -1), (64, 64), group,
+        Pairs(pairs, 1, drifting_bytes), 132, goes_on=False,
+    )  # fmt: skip
+
+
+def in_turns(
+    length: int, pairs: int, *, group: int = 1, causal: bool = False, goes_on: bool = False
+) -> Turns:
+    return turns(
+        (length, length), (-1, 0 if causal else -1), (64, 64), group, Pairs(pairs, 1), 132,
+        goes_on=goes_on,
     )  # fmt: skip
 
 
@@ -55,8 +64,34 @@ def test_even_waves_and_many_works_are_left_whole() -> None:
     assert parted(4096, 64) == Parting(4096, 1)
 
 
-def test_with_turns_parts_are_whole_heads() -> None:
-    assert parted(469, 20, has_turns=True) == Parting(160, 1)
-    assert parted(640, 2, group=8, has_turns=True) == Parting(0, 8)
-    assert parted(640, 20, group=6, has_turns=True) == Parting(0, 3)
-    assert parted(640, 200, group=6, has_turns=True) == Parting(2000, 1)
+def test_works_that_drift_apart_go_by_few_heads() -> None:
+    # The 24 heads of each of 8 pairs that run at a time are 200 MB; by 8 heads each, 70 MB.
+    assert parted(1024, 64, group=24, causal=True, drifting_bytes=25 << 20) == Parting(0, 3)
+    # So many works that their end is of no account.
+    assert parted(1024, 640, group=24, causal=True, drifting_bytes=25 << 20) == Parting(0, 3)
+
+
+def test_with_turns_causal_parts_are_whole_heads() -> None:
+    for length, pairs, group in ((640, 2, 8), (640, 20, 6), (4096, 8, 4), (1000, 3, 7)):
+        team, _, (first, blocks) = in_turns(length, pairs, group=group, causal=True)
+        assert team == -1 and group % blocks == 0 and first % 132 == 0, (length, pairs)
+
+
+def test_teams_run_at_the_same_time() -> None:
+    lots = random.Random("teams")
+    for _ in range(100):
+        length, pairs, group = (
+            lots.randrange(200, 9000),
+            lots.randrange(1, 300),
+            lots.choice((1, 4)),
+        )
+        goes_on = lots.random() < 0.5
+        team, together, (first, blocks) = in_turns(length, pairs, group=group, goes_on=goes_on)
+        num_blocks = -(-length // 64)
+        assert 1 <= team <= min(66, num_blocks)
+        if team == 1:
+            assert blocks == 1
+        elif team < num_blocks:  # several, the next ones of a pair after those of other pairs
+            assert blocks == 1 and together <= pairs
+        else:  # parts are as long as each other
+            assert first % team == 0 and (group % blocks == 0 or blocks % group == 0)
