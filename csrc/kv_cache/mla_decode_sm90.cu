@@ -13,9 +13,9 @@
 // brings their queries into the L2; two load by TMA, a stage each, and bring the next tile into the
 // L2 meanwhile; two warpgroups compute. Tiles come in pairs: warpgroup 0 has the scores of the even
 // tile, warpgroup 1 those of the odd; each has half of the output's columns, 64 x 256 in 128
-// registers, of both tiles, so neither computes anything twice. An even tile's probabilities go to
-// the other warpgroup multiplied by what the odd tile's maximum takes, an odd one's as they are:
-// while one warpgroup exponentiates, the other's products run.
+// registers, of both tiles, so neither computes anything twice. The sides take turns (seesaw): the
+// odd tile's scores come after the even one's, the even tile's product before the odd one's on both
+// sides, so that while one warpgroup exponentiates, the other's products run.
 //
 // Shared memory: two stages of a tile, the queries (73,728 bytes each, panels of 64 columns,
 // 128-byte swizzle), maxima and sums of the rows. Probabilities lie over their tile's rope panel,
@@ -82,14 +82,14 @@ __device__ __forceinline__ void mla_decode_sm90(const LatentArgs<T>& args, const
         }
     } else {
         acquire_registers<C::kConsumerRegisters>();
-        uint32_t parity = 0;
+        uint32_t parities = 0;
         while (parts.take(part)) {
             if (warp_idx < 4) {
-                LatentConsumer<T, 0> consumer(args, shared, parity);
-                parity = consumer.attend(part);
+                LatentConsumer<T, 0> consumer(args, shared, parities);
+                parities = consumer.attend(part);
             } else {
-                LatentConsumer<T, 1> consumer(args, shared, parity);
-                parity = consumer.attend(part);
+                LatentConsumer<T, 1> consumer(args, shared, parities);
+                parities = consumer.attend(part);
             }
         }
     }

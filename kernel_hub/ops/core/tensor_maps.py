@@ -18,6 +18,7 @@ class Boxes(NamedTuple):
     strides: tuple[int, ...]  # in elements, the last one 1
     box: tuple[int, ...]
     dtype: torch.dtype | None = None  # what its elements are taken for; None: their own
+    promotion: str | None = None  # bytes that the L2 fetches at a time; None: as strides allow
 
 
 def tensor_map(tensor: torch.Tensor, boxes: Boxes) -> bytes:
@@ -34,7 +35,9 @@ def make(key: tuple[Any, ...], tensor: torch.Tensor, boxes: Boxes) -> bytes:
     # Rows that begin within a line of 128 bytes end within another: pairs of lines would be fetched
     # twice (10-18 % of a product).
     size = elements.element_size()
-    promotion = "128B" if any(stride * size % 128 for stride in boxes.strides[:-1]) else "256B"
+    promotion = boxes.promotion or (
+        "128B" if any(stride * size % 128 for stride in boxes.strides[:-1]) else "256B"
+    )
     made = TensorMap.tiled(
         elements, boxes.box, swizzle="128B", l2_promotion=promotion,
         shape=boxes.shape, strides=boxes.strides,

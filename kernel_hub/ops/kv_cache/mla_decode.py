@@ -152,8 +152,9 @@ def _step(given: MlaGiven) -> MlaStep:
             for s, n in zip(kv_cache.stride(), (pages, page_size), strict=False)
         ]
         boxes = tensor_maps.Boxes(
-            (pages, 1, page_size, KEY_DIM), (steps[0], KEY_DIM, steps[1], 1), (1, 1, box_rows, 64)
-        )
+            (pages, 1, page_size, KEY_DIM), (steps[0], KEY_DIM, steps[1], 1), (1, 1, box_rows, 64),
+            promotion=plans.promotion(variant),
+        )  # fmt: skip
         blocks = split.num_blocks if line is None else line.most
         grid = (min(blocks, places) * cluster, 1, 1)
         numbers = (*strides, table_stride, *sizes, box_rows, softmax_scale)

@@ -138,6 +138,12 @@ def choose_line(
     return Line(blocks if is_cut else items * parts, blocks)
 
 
+def promotion(variant: MlaVariant) -> str | None:
+    """Of the cache's tensor map: pairs of lines are fetched twice where a line of each row's nine
+    is asked for at a time, and again into the L2 (3 % of 128 heads, nothing of 16)."""
+    return None if variant.rows else "128B"
+
+
 def choose_split(items: int, tokens: int, tile: int, num_splits: int, blocks: int) -> Split:
     """How items, (sequence, block of rows) pairs of at most `tokens` tokens, are cut.
 

@@ -10,8 +10,13 @@
 namespace kernel_hub::kv_cache::decode::sm90 {
 
 // Side 0 has the even tiles' scores and columns 0 .. 255 of the output, side 1 the odd ones' and
-// the rest. An even tile's probabilities are of its own maximum for side 0, of the pair's for
-// side 1.
+// the rest. The tensor cores take, pair after pair: scores of the even tile, of the odd one; the
+// even tile's product by side 0, by side 1; the odd one's by side 1, by side 0. So either side's
+// exponentials run under the other's products: those of the even tile under the odd one's scores,
+// those of the odd tile under the even one's products.
+//
+// Both sides count exponents from the same number of a row, its base: a maximum that was found, by
+// at most kSlack less than the largest score so far.
 template <typename T, int kSide>
 struct LatentConsumer {
     using C = LatentStages;
@@ -19,7 +24,7 @@ struct LatentConsumer {
     const LatentArgs<T>& args;
     const LatentShared shared;
     const int thread_idx, lane_idx;  // of the warpgroup
-    uint32_t parity;                 // of the pair's stages
+    uint32_t parities;               // of the pair's stages, a bit each
     const uint32_t queries_low, keys_low, values_low[2], probs_low;
 
     float output[C::kHalfDim / 2], scores[C::kTile / 2];
@@ -27,12 +32,12 @@ struct LatentConsumer {
     float row_max[2], row_sum[2];
 
     __device__ __forceinline__ LatentConsumer(const LatentArgs<T>& args_, LatentShared shared_,
-                                              uint32_t parity_)
+                                              uint32_t parities_)
         : args(args_),
           shared(shared_),
           thread_idx(threadIdx.x & 127),
           lane_idx(threadIdx.x & 31),
-          parity(parity_),
+          parities(parities_),
           queries_low(low_of(shared.base + C::kQueries, 16)),
           keys_low(low_of(shared.stage(kSide), 16)),
           values_low{
@@ -87,14 +92,15 @@ struct LatentConsumer {
     __device__ __forceinline__ void wait_for(int stage, int half, int count) const {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            mbarrier_wait(shared.full(stage, LatentShared::panel_of(half, i)), parity);
+            mbarrier_wait(shared.full(stage, LatentShared::panel_of(half, i)),
+                          parities >> stage & 1);
         }
     }
 
     // Issues scores (+)= Q K^T of a panel of this side's tile, once it is there.
     __device__ __forceinline__ void issue_scores(int panel, bool is_first) {
         const uint32_t a = keep(queries_low), b = keep(keys_low);
-        mbarrier_wait(shared.full(kSide, panel), parity);
+        mbarrier_wait(shared.full(kSide, panel), parities >> kSide & 1);
         hold_registers(scores);
         wgmma_fence();
 #pragma unroll
@@ -140,12 +146,16 @@ struct LatentConsumer {
         named_barrier_sync(kOddProbs + 1 + kSide, 128);
     }
 
-    // Scales the scores of a tile, masks them, and finds the maxima of the thread's rows.
-    __device__ __forceinline__ void weigh(const LatentPart& part, int token0, float scale_log2,
+    // Masks the scores of a tile, and finds the maxima of the thread's rows, scaled. Scores are
+    // scaled where they are exponentiated, if the scale leaves the largest the largest.
+    __device__ __forceinline__ void weigh(const LatentPart& part, int token0, float& scale_log2,
                                           float (&largest)[2]) {
+        if (!(scale_log2 > 0.0f)) {
 #pragma unroll
-        for (int i = 0; i < C::kTile / 2; ++i) {
-            scores[i] *= scale_log2;
+            for (int i = 0; i < C::kTile / 2; ++i) {
+                scores[i] *= scale_log2;
+            }
+            scale_log2 = 1.0f;
         }
         if (token0 + C::kTile > part.common_end(args)) {
 #pragma unroll
@@ -168,61 +178,18 @@ struct LatentConsumer {
                     fmaxf(largest[i], fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
             }
             largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], 1));
-            largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], 2));
+            largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], 2)) * scale_log2;
         }
     }
 
-    // Scores become probabilities of the maxima given, and output += P V of this side's own tile is
-    // issued: 16 tokens at a time, so that exponentials run under products.
-    __device__ __forceinline__ void attend_own(const float (&largest)[2]) {
-        float base[2], shrink[2], sum[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            base[i] = base_of(largest[i]);
-            shrink[i] = exp2_approx(row_max[i] - base[i]);
-            row_max[i] = largest[i];
-        }
-        scale_output(make_float2(shrink[0], shrink[1]));
-        const uint32_t b = keep(values_low[kSide]);
-        hold_registers(output);
-#pragma unroll
-        for (int k = 0; k < C::kTile / 16; ++k) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int j = 2 * k; j < 2 * k + 2; ++j) {
-                    float(&low) = scores[4 * j + 2 * i], (&high) = scores[4 * j + 2 * i + 1];
-                    low = exp2_approx(low - base[i]), high = exp2_approx(high - base[i]);
-                    sum[i] += low + high;
-                }
-            }
-            pack_probs(k, probs[k]);
-            wgmma_fence();
-            Wgmma<T>::template rs<1>(output, probs[k], descriptor(b, k * 16 * 128), 1);
-        }
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            row_sum[i] = row_sum[i] * shrink[i] + sum[i];
-        }
-    }
-
-    // Those of tokens 16 k .. 16 k + 15, a fragment of products.
-    __device__ __forceinline__ void pack_probs(int k, uint32_t (&packed)[4]) const {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            packed[e] = pack2<T>(scores[8 * k + 2 * e], scores[8 * k + 2 * e + 1]);
-        }
-    }
-
-    // All of them to the tile's rope panel, for the other side.
-    __device__ __forceinline__ void share_probs(const uint32_t (&packed)[C::kTile / 16][4]) const {
+    // The probabilities to the tile's rope panel, for the other side.
+    __device__ __forceinline__ void share_probs() const {
         const int row = 16 * (thread_idx / 32) + (lane_idx & 15);
         const uint32_t line = shared.stage(kSide) + C::kProbs + row * 128;
 #pragma unroll
         for (int i = 0; i < C::kTile / 16; ++i) {
-            stmatrix_x4(line + (((2 * i + (lane_idx >> 4)) ^ (row & 7)) << 4), packed[i][0],
-                        packed[i][1], packed[i][2], packed[i][3]);
+            stmatrix_x4(line + (((2 * i + (lane_idx >> 4)) ^ (row & 7)) << 4), probs[i][0],
+                        probs[i][1], probs[i][2], probs[i][3]);
         }
         fence_proxy_async();
         named_barrier_arrive(kSide == 0 ? kEvenProbs : kOddProbs, 256);
@@ -238,88 +205,144 @@ struct LatentConsumer {
         }
     }
 
-    __device__ __forceinline__ void write_maxima(const float (&largest)[2]) const {
-        if ((lane_idx & 3) == 0) {
-            maxima(kSide)[row_of(0)] = largest[0];
-            maxima(kSide)[row_of(1)] = largest[1];
-        }
-        named_barrier_arrive(kSide == 0 ? kEvenMaxima : kOddMaxima, 256);
-    }
-
-    // Waits for the scores of this side's tile, the panels of its own half first; before that for
-    // the product before, to release its stage: the scores wait longest for what is asked for then.
+    // Issues the scores of this side's tile, the panels of its own half first, and waits for them.
+    // The product before ends under the first panel and releases its stage: the even tile's second
+    // half was asked for two products ago. Odd scores come after even ones, or the tensor cores
+    // would take both in turn, and neither side's exponentials would have products to run under.
     __device__ __forceinline__ void multiply_keys(const LatentPart& part, int token0,
                                                   bool is_first) {
         const int rows = part.end_token - token0;
-        if (!is_first) {
-            wgmma_wait<0>();
-            hold_registers(output);
-            release(kOther);
+        if (kSide == 1 && !is_first) {
+            end_product(1);
         }
         if (rows > 0 && rows < C::kTile) {
             wait_for(kSide, kSide, C::kHalfPanels);
             wait_for(kSide, kOther, C::kHalfPanels + 1);
             clear_rows_from(rows);
         }
+        if constexpr (kSide == 1) {
+            named_barrier_sync(kScores, 256);
+        }
 #pragma unroll
         for (int i = 0; i < C::kPanels; ++i) {
             issue_scores(i < C::kHalfPanels ? LatentShared::panel_of(kSide, i)
                                             : LatentShared::panel_of(kOther, i - C::kHalfPanels),
                          i == 0);
+            if (kSide == 0 && i == 0 && !is_first) {
+                end_product<1>(1);
+            }
+        }
+        if constexpr (kSide == 0) {
+            named_barrier_arrive(kScores, 256);
         }
         wgmma_wait<0>();
         hold_registers(scores);
     }
 
-    __device__ __forceinline__ void attend_even(float (&largest)[2]) {
-        largest[0] = fmaxf(largest[0], row_max[0]);
-        largest[1] = fmaxf(largest[1], row_max[1]);
-        write_maxima(largest);
-        attend_own(largest);
-        named_barrier_sync(kOddMaxima, 256);
+    // Waits for the product under way, but not for the kBehind groups after it; it was the last to
+    // read this side's half of a stage.
+    template <int kBehind = 0>
+    __device__ __forceinline__ void end_product(int stage) {
+        wgmma_wait<kBehind>();
+        hold_registers(output);
+        release(stage);
+    }
+
+    // The base that a tile's largest scores ask for. It moves for what is much larger alone, so
+    // that the output seldom has to be scaled: probabilities are up to 2^kSlack.
+    __device__ __forceinline__ void find_base(float (&largest)[2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            largest[i] = largest[i] > row_max[i] + C::kSlack ? largest[i] : row_max[i];
+        }
+    }
+
+    // Sums and output come to be of the other side's base.
+    __device__ __forceinline__ void take_base() {
         float factors[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float pair_max = maxima(1)[row_of(i)];
-            factors[i] = exp2_approx(row_max[i] - base_of(pair_max));
-            row_max[i] = pair_max;
+            const float found = maxima(kOther)[row_of(i)];
+            factors[i] = exp2_approx(row_max[i] - base_of(found));
+            row_max[i] = found;
             row_sum[i] *= factors[i];
+        }
+        scale_output(make_float2(factors[0], factors[1]));
+    }
+
+    // Scores become probabilities, of which the other side is told at once; issues output += P V of
+    // the own tile.
+    __device__ __forceinline__ void attend_own(const LatentPart& part, int token0,
+                                               float scale_log2) {
+        float largest[2];
+        weigh(part, token0, scale_log2, largest);
+        find_base(largest);
+        if ((lane_idx & 3) == 0) {
+            maxima(kSide)[row_of(0)] = largest[0];
+            maxima(kSide)[row_of(1)] = largest[1];
+        }
+        float shrink[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float base = base_of(largest[i]);
+            shrink[i] = exp2_approx(row_max[i] - base);
+            row_max[i] = largest[i];
+            float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < C::kTile / 8; ++j) {
-                scores[4 * j + 2 * i] *= factors[i];
-                scores[4 * j + 2 * i + 1] *= factors[i];
+                float(&low) = scores[4 * j + 2 * i], (&high) = scores[4 * j + 2 * i + 1];
+                low = exp2_approx(fmaf(low, scale_log2, -base));
+                high = exp2_approx(fmaf(high, scale_log2, -base));
+                sum += low + high;
             }
+            row_sum[i] = row_sum[i] * shrink[i] + sum;
         }
-        uint32_t packed[C::kTile / 16][4];
 #pragma unroll
         for (int k = 0; k < C::kTile / 16; ++k) {
-            pack_probs(k, packed[k]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                probs[k][e] = pack2<T>(scores[8 * k + 2 * e], scores[8 * k + 2 * e + 1]);
+            }
         }
-        share_probs(packed);
-        wgmma_wait<0>();
+        share_probs();
+        if constexpr (kSide == 1) {
+            end_product(0);
+        }
+        scale_output(make_float2(shrink[0], shrink[1]));
+        const uint32_t b = keep(values_low[kSide]);
         hold_registers(output);
-        release(0);
-        scale_output(make_float2(factors[0], factors[1]));
-        wait_for(1, 0, C::kHalfPanels);
-        named_barrier_sync(kOddProbs, 256);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < C::kTile / 16; ++k) {
+            Wgmma<T>::template rs<1>(output, probs[k], descriptor(b, k * 16 * 128), 1);
+        }
+        wgmma_commit();
+    }
+
+    // Issues output += P V of the other side's tile, once its probabilities are there; the tile
+    // was, before that side had scores.
+    __device__ __forceinline__ void attend_other() {
+        named_barrier_sync(kSide == 0 ? kOddProbs : kEvenProbs, 256);
+        take_base();
         issue_others();
     }
 
-    __device__ __forceinline__ void attend_odd(float (&largest)[2]) {
-        named_barrier_sync(kEvenMaxima, 256);
-        largest[0] = fmaxf(largest[0], maxima(0)[row_of(0)]);
-        largest[1] = fmaxf(largest[1], maxima(0)[row_of(1)]);
-        write_maxima(largest);
-        attend_own(largest);
-        share_probs(probs);
-        wait_for(0, 1, C::kHalfPanels);
-        named_barrier_sync(kEvenProbs, 256);
-        issue_others();
-        wgmma_wait<1>();
-        release(1);
+    // An even tile without an odd one.
+    __device__ __forceinline__ void attend_last(const LatentPart& part, int token0,
+                                                float scale_log2) {
+        if constexpr (kSide == 0) {
+            multiply_keys(part, token0, true);
+            attend_own(part, token0, scale_log2);
+        } else {
+            named_barrier_sync(kScores, 256);
+            attend_other();
+        }
+        end_product(0);
+        parities ^= 1;
     }
 
-    // A part, from its queries to its rows. Returns the next one's parity.
+    // A part, from its queries to its rows; the last pair's odd tile may not be there. Returns the
+    // next one's parities.
     __device__ __forceinline__ uint32_t attend(const LatentPart& part) {
         const float scale_log2 = args.softmax_scale * kLog2e;
         load_queries(part);
@@ -329,26 +352,30 @@ struct LatentConsumer {
         }
         row_max[0] = row_max[1] = -INFINITY;
         row_sum[0] = row_sum[1] = 0.0f;
+        int first = part.first_token;
 #pragma unroll 1
-        for (int first = part.first_token; first < part.end_token; first += 2 * C::kTile) {
-            const int token0 = first + kSide * C::kTile;
-            multiply_keys(part, token0, first == part.first_token);
-            float largest[2];
-            weigh(part, token0, scale_log2, largest);
+        for (; first + C::kTile < part.end_token; first += 2 * C::kTile) {
+            multiply_keys(part, first + kSide * C::kTile, first == part.first_token);
             if constexpr (kSide == 0) {
-                attend_even(largest);
+                attend_own(part, first, scale_log2);
+                end_product(0);
+                attend_other();
             } else {
-                attend_odd(largest);
+                attend_other();
+                attend_own(part, first + C::kTile, scale_log2);
             }
-            parity ^= 1;
+            parities ^= 3;
         }
         wgmma_wait<0>();
         hold_registers(output);
-        if (part.first_token < part.end_token) {
-            release(kOther);
+        if (first != part.first_token) {
+            release(1);
+        }
+        if (first < part.end_token) {
+            attend_last(part, first, scale_log2);
         }
         write(part);
-        return parity;
+        return parities;
     }
 
     // At the end of a part (latent_output.cuh).

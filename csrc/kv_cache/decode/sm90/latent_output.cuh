@@ -34,13 +34,14 @@ __device__ __forceinline__ void LatentConsumer<T, kSide>::write(const LatentPart
     bool is_whole = part.is_whole;
     const bool has_rows = kSide == 0 && (lane_idx & 3) == 0;
     if (part.num_parts > 1) {
-        const LatentMerge<C::kRows, 256, C::kHalfDim / 2, 2, T> merge = {args};
+        const LatentMerge<C::kRows, 256, C::kHalfDim / 2, 2, T> merge = {args, C::kQueries};
         is_whole = merge.merge(
             part, log2_sums, [&](int e) -> float& { return output[e]; },
             [](int e) { return e / 2 % 2; }, [&](int i) { return row_of(i); }, has_rows);
         if (!is_whole) {
             return;
         }
+        named_barrier_sync(kJoin, 256);  // partials lay where rows are written through
     }
     if (has_rows) {
         write_lse(args, part, row_of(0), log2_sums[0], 1.0f, is_whole);

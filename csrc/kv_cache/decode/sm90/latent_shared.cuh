@@ -24,6 +24,7 @@ struct LatentStages {
     static constexpr int kFulls = 2 * kPanels, kEmpties = 2 * 2;
     static constexpr int kParts = kBarriers + 8 * (kFulls + kEmpties);
     static constexpr int kSharedBytes = kParts + LatentParts::kBytes;
+    static constexpr float kSlack = 8.0f;  // of a row's base, as a power of 2
     static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
     static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 504,
                   "acquire_registers would wait for ever");
@@ -31,7 +32,7 @@ struct LatentStages {
 };
 
 // Named barriers, each of 256 threads of the consumers.
-enum LatentBarrier : int { kJoin = 1, kEvenMaxima, kOddMaxima, kEvenProbs, kOddProbs };
+enum LatentBarrier : int { kJoin = 1, kScores, kEvenProbs, kOddProbs };
 
 // A stage is filled panel by panel and released in two parts: the panels of each half of the
 // output's columns. The rope panel, over which the stage's probabilities are written, is of the
@@ -78,9 +79,8 @@ struct LatentProducer {
     const int stage;
     uint32_t parity;
 
-    // Brings every other tile of a part, the last odd one perhaps not there: lanes 0 .. 7 find the
-    // pages of its boxes, a tile ahead. A box that is not there has page -1, for which the TMA
-    // writes zeros.
+    // Brings every other tile of a part: lanes 0 .. 7 find the pages of its boxes, a tile ahead. A
+    // box that is not there has page -1, for which the TMA writes zeros.
     __device__ __forceinline__ void load(const LatentPart& part) {
         const int lane_idx = threadIdx.x & 31;
         const int boxes = C::kTile / box_rows;
@@ -95,7 +95,8 @@ struct LatentProducer {
             page = __ldg(table + token / args.page_size);
         }
 #pragma unroll 1
-        for (int first = part.first_token; first < part.end_token; first += 2 * C::kTile) {
+        for (int first = part.first_token + stage * C::kTile; first < part.end_token;
+             first += 2 * C::kTile) {
             const bool is_there = is_box && is_index(page, args.num_pages);
             is_outside |= is_box && !is_there;
             const int found = is_there ? page : -1;
@@ -135,7 +136,7 @@ struct LatentProducer {
                 }
                 __syncwarp();
             }
-            if (first == part.first_token) {
+            if (first < part.first_token + 2 * C::kTile) {
                 // The first tile comes before the next one.
                 mbarrier_wait(shared.full(stage, C::kPanels - 1), parity);
             }
