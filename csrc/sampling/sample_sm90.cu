@@ -8,6 +8,8 @@
 //      bound of its share of top_k, hardly more than top_k of all blocks, is compared with each
 //      other. Else, where there is a threshold, counts of a histogram: they say where it is,
 //      nearly. What its bins are is known by a sample of the row that each block reads for itself.
+//      Where threads have few elements each and top_k is small, they stay in shared memory, and
+//      the bound is by groups of threads of all blocks (held.cuh).
 //   2. One pass over the L2, warps taking pieces of the row from its end on, that weighs the row,
 //      and what is above a window of few values, which become candidates: with them the threshold
 //      is known, and what each piece has above it, in which the draw looks. Where the guess was
@@ -16,11 +18,12 @@
 // they are met.
 // Shared memory: 130 KB: what is under way to be weighed, notes, candidates and bins.
 // Source: as sample.cu.
-// kernel_hub: allow-local-memory: 128 bytes of a search, between passes; other rows have none
+// kernel_hub: allow-local-memory: 56 bytes of a search, between passes; other rows have none
 
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "sampling/sm90/chosen.cuh"
+#include "sampling/sm90/held.cuh"
 #include "sampling/sm90/passes.cuh"
 #include "sampling/sm90/window.cuh"
 
@@ -56,10 +59,10 @@ __device__ __forceinline__ void find_bits(const SampleParams& p, TeamShared& sha
     }
 }
 
-// Draws where what is listed has all of top_k, unless it is too much. Leaves the row's number to
-// draw in shared.bits.
+// Draws where what is listed, or held, has all of top_k, unless it is too much. Leaves the row's
+// number to draw in shared.bits.
 __device__ __forceinline__ bool draw_listed(const SampleParams& p, const Weigher& weigher,
-                                            Team& team) {
+                                            bool is_held, float of_thread, Team& team) {
     TeamShared& shared = team.shared;
     Shared& s = shared.s;
     team.take_back();
@@ -68,7 +71,11 @@ __device__ __forceinline__ bool draw_listed(const SampleParams& p, const Weigher
     }
     __syncthreads();
     find_bits(p, shared);
-    choose_listed(shared.bound, kInfinity, shared);
+    if (is_held) {
+        choose_held(of_thread);
+    } else {
+        choose_listed(shared.bound, kInfinity, shared);
+    }
     team.exchange<false>(Team::kCandidates);
     if (s.num_candidates > kNumCandidates) {
         return false;
@@ -98,9 +105,6 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
     TeamShared& shared = team.shared;
     Shared& s = shared.s;
     const SampleParams& p = shared.p;
-    Row row(p);
-    const Fours fours(row);
-    const Weigher weigher = shared.weigher();
     const bool has_k = shared.top_k > 0 && shared.top_k < p.size, has_p = shared.top_p < 1.0f;
     float from = shared.floor;
     enum Step { kStarting, kSearching, kWeighing, kRanking };
@@ -122,7 +126,8 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
         }
         if (has_sums && next == kSearching) {
             __syncthreads();
-            find_window(shared.bins, weigher, from, is_guess, shared.top_p, s);
+            find_window(shared.bins, shared.weigher(), from, is_guess, shared.top_p,
+                        shared.is_ahead && p.dtype == kBf16, s);
             has_sums = false;
         }
         const bool fills_bins = next == kSearching && !s.search.collects;
@@ -134,7 +139,7 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
             s.question = {from, next == kWeighing ? from : shared.bound,
                           next == kWeighing ? -kInfinity : shared.largest, next == kWeighing, true};
             if (next == kSearching) {
-                ask(s, weigher, from);
+                ask(s, shared.weigher(), from);
             }
         }
         if (fills_bins) {
@@ -143,7 +148,7 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
         }
         __syncthreads();
         find_bits(p, shared);
-        scan(fours, weigher, team);
+        scan(shared);
         team.exchange<false>(fills_bins          ? Team::kBins
                              : next == kWeighing ? Team::kNotes
                                                  : Team::kCandidates);
@@ -155,7 +160,7 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
             !fills_bins && next != kWeighing && s.num_candidates <= kNumCandidates;
         uint64_t found = 0;
         if (has_chosen) {
-            chosen.compare(weigher, s);
+            chosen.compare(shared.weigher(), s);
             found = chosen.kept_mass(s);
         } else if (fills_bins) {
             found = sum_of_bins(shared.bins, is_mass, s);
@@ -186,6 +191,7 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
             }
             if (!is_mass && has_p) {
                 is_mass = true;
+                has_bins = is_guess;
                 next = kStarting;
                 continue;
             }
@@ -196,9 +202,9 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
                 uint64_t total = s.above;
                 if (next != kRanking) {
                     total = chosen.kept_mass(s);
-                    chosen.draw(p, weigher, total, shared.bits, s);
+                    chosen.draw(p, shared.weigher(), total, shared.bits, s);
                 }
-                chosen.write_top(p, weigher, total, s);
+                chosen.write_top(p, shared.weigher(), total, s);
             }
             return;
         }
@@ -208,7 +214,7 @@ __device__ __noinline__ void draw_by_search(bool is_counted) {
             }
             return;
         }
-        draw_in_row(fours, weigher, from, s.above, shared.bits, team);
+        draw_in_row(from, s.above, shared.bits, team);
         const int num = wanted_top(p);
         if (num == 0) {
             if (team.rank == 0) {
@@ -252,6 +258,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
         const Weigher any = weigher_of(0.0f, temperature);
         shared.scale = any.scale;
         shared.lowest = any.lowest;
+        shared.is_ahead = fours.is_ahead;
         s.range = -any.lowest;
     }
     if (has_bins) {
@@ -265,8 +272,15 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
         look_at_some(fours, seen);
         bottom = rule(seen.of_thread, s);
     }
+    bool is_held = has_bound && top_k <= kMostByGroups && may_hold(fours, team);
+    if (is_held) {
+        seen.of_thread = look_and_hold();
+        largest = shared.largest;
+        bound = shared.bound;
+        is_held = largest > -kInfinity;
+    }
 #pragma unroll 1
-    while (true) {
+    while (!is_held) {
         if (has_bins) {
             look<true>(fours, 0, p.size, kInfinity, bottom, seen, team);
         } else {
@@ -346,6 +360,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     const float from = floor_of(weigher, p.min_p ? p.min_p[row_idx] : 0.0f);
     const int num_top = has_bound ? 0 : wanted_top(p);
     const float top_bound = num_top > 0 ? loose_bound(seen.of_thread, num_top) : -kInfinity;
+    __syncthreads();
     if (threadIdx.x == 0) {
         shared.largest = largest;
         shared.floor = from;
@@ -353,7 +368,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
         shared.top_bound = top_bound;
     }
     __syncthreads();
-    if (has_bound && draw_listed(p, weigher, team)) {
+    if (has_bound && draw_listed(p, weigher, is_held, seen.of_thread, team)) {
         return;
     }
     draw_by_search(has_bins);

@@ -6,8 +6,7 @@
 namespace kernel_hub::sampling::sm90 {
 
 constexpr int kFour = 4;
-// Of SampleParams::is_plain here: what is of whole, aligned fours in every row; of logits, in rows
-// of which what a lane weighs of a piece is a WholeSum: of 2^23 at most.
+// Of SampleParams::is_plain here: what is of whole, aligned fours in every row.
 constexpr int kAlignedLogits = 1, kAlignedChanges = 2;
 
 // What changes a four; words of masks shifted to its first.
@@ -46,6 +45,10 @@ struct PlainRow {
         }
     }
 };
+
+__device__ __forceinline__ PlainRow plain_row(const SampleParams& p) {
+    return {Row(p).logits, p.size, p.dtype};
+}
 
 struct Fours {
     const SampleParams& p;

@@ -230,9 +230,9 @@ __device__ __forceinline__ void keep_above(Chosen& chosen, float from, int size,
 
 // Draws from all that is above `from`, in the order of indices; by the block that has it.
 // shared.pieces: as scan leaves them.
-__device__ __forceinline__ void draw_in_row(const Fours& fours, const Weigher& weigher, float from,
-                                            uint64_t total, uint64_t bits, Team& team) {
-    const SampleParams& p = fours.p;
+__device__ __forceinline__ void draw_in_row(float from, uint64_t total, uint64_t bits, Team& team) {
+    const SampleParams& p = team.shared.p;
+    const Weigher weigher = team.shared.weigher();
     Shared& s = team.shared.s;
     const int lane_idx = threadIdx.x % 32, size = p.size;
     uint64_t drawn = below(total, bits);
@@ -266,11 +266,16 @@ __device__ __forceinline__ void draw_in_row(const Fours& fours, const Weigher& w
     for (int at = begin; at < end; at += kNumThreads * kFour) {
         const int own = at + static_cast<int>(threadIdx.x) * kFour;
         float z[kFour] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
-        if (!fours.is_ahead) {
+        if (!team.shared.is_ahead) {
             const float4 four = read_any(own, end);
             z[0] = four.x, z[1] = four.y, z[2] = four.z, z[3] = four.w;
         } else if (own < end) {
-            fours.unpack(fours.load_aligned(own), z);
+            const PlainRow row = plain_row(p);
+            if (row.dtype == kFp32) {
+                row.unpack<true>(row.load<true>(own), z);
+            } else {
+                row.unpack<false>(row.load<false>(own), z);
+            }
         }
         uint64_t mass = 0;
 #pragma unroll

@@ -19,6 +19,8 @@ struct Pieces {
 
     // What a warp weighs at once, or as often.
     static constexpr int kTogether = TeamShared::kTurns * 32 * kFour;
+    // Of a row of which a lane's part of a piece is a WholeSum.
+    static constexpr int kMostWhole = kPieces * 32 << (52 - kMassBits - 1);
     static __device__ __forceinline__ int elements(int row_size) {
         constexpr int kNum = kPieces * kTogether;
         return (row_size + kNum - 1) / kNum * kTogether;
@@ -35,13 +37,12 @@ struct Pieces {
         return min(row_size, begin(piece) + elements(row_size));
     }
 
-    // What the lanes have weighed of a piece above the window's lower end; returns the sum.
-    __device__ __forceinline__ uint64_t close(int piece, uint64_t above) const {
+    // What the lanes have weighed of a piece above the window's lower end.
+    __device__ __forceinline__ void close(int piece, uint64_t above) const {
         above = warp_reduce(above, [](uint64_t a, uint64_t b) { return a + b; });
         if (threadIdx.x % 32 == 0) {
             shared.own_pieces[piece * kNumWarps + threadIdx.x / 32] = above;
         }
-        return above;
     }
 
     // What the lanes have weighed in all.
@@ -115,71 +116,105 @@ struct Asked {
     }
 };
 
+// What a lane has under way to shared memory of the steps of its warp, of rows that are plain: in
+// the order in which they are weighed, each of as many fours as a slot has of a thread.
+template <bool kIsFp32>
+struct Ahead {
+    static constexpr int kTurn = 32 * kFour, kTurns = TeamShared::kTurns;
+    static constexpr int kStep = kTurns * kTurn, kBytes = kIsFp32 ? 4 : 2;
+    // A slot has kTurns fours of each thread, each kNumThreads before the next.
+    static constexpr uint32_t kSlot = kTurns * kNumThreads * 16;
+    static constexpr uint32_t kLast = (TeamShared::kSlots - 1) * kSlot;
+    const PlainRow& row;
+    const char* from;              // what the lane has of the row's first step
+    char* own;                     // and of the first slot
+    int lane, piece_size, of_all;  // of_all: a piece of each warp
+    int next, piece_end;           // elements of the warp that come next; below 0: none
+    uint32_t whole_end;            // a step that begins before it is whole
+
+    __device__ __forceinline__ Ahead(const PlainRow& its, const Pieces& pieces) : row(its) {
+        own = reinterpret_cast<char*>(pieces.shared.under_way + threadIdx.x);
+        lane = threadIdx.x % 32 * kFour;
+        from = row.logits + lane * kBytes;
+        whole_end = max(0, row.size - kStep + 1);
+        piece_size = pieces.elements(row.size);
+        of_all = pieces.team_size * kNumWarps * piece_size;
+        const int warp = pieces.rank * kNumWarps + static_cast<int>(threadIdx.x) / 32;
+        next = warp * piece_size + (pieces.of_a_warp() - 1) * of_all;
+        piece_end = next + piece_size;
+    }
+
+    static __device__ __forceinline__ uint32_t next_of(uint32_t slot) {
+        return slot == kLast ? 0 : slot + kSlot;
+    }
+
+    __device__ __forceinline__ void fetch(uint32_t slot) {
+        copy(slot);
+        cp_async_commit();
+        next += kStep;
+        if (next == piece_end) {
+            piece_end -= of_all;
+            next = piece_end - piece_size;
+        }
+    }
+
+    // As much as there are slots for, but for the last.
+    __device__ __forceinline__ void fetch_first() {
+#pragma unroll 1
+        for (uint32_t slot = 0; slot < kLast; slot += kSlot) {
+            fetch(slot);
+        }
+    }
+
+  private:
+    static __device__ __forceinline__ void copy_four(char* to, const char* from) {
+        if constexpr (kIsFp32) {
+            cp_async_16(shared_address(to), from, true);
+        } else {
+            cp_async_8(shared_address(to), from);
+        }
+    }
+
+    __device__ __forceinline__ void copy(uint32_t slot) const {
+        const char* first = from + static_cast<int64_t>(next) * kBytes;
+        char* to = own + slot;
+        if (static_cast<uint32_t>(next) < whole_end) {
+#pragma unroll
+            for (int i = 0; i < kTurns; ++i) {
+                copy_four(to + i * kNumThreads * 16, first + i * kTurn * kBytes);
+            }
+        } else if (next >= 0) {
+            const uint32_t none = kIsFp32              ? 0xff800000u
+                                  : row.dtype == kFp16 ? 0xfc00fc00u
+                                                       : 0xff80ff80u;
+#pragma unroll 1
+            for (int i = 0; i < kTurns; ++i) {
+                if (next + lane + i * kTurn < row.size) {
+                    copy_four(to + i * kNumThreads * 16, first + i * kTurn * kBytes);
+                } else {
+                    *reinterpret_cast<uint4*>(to + i * kNumThreads * 16) =
+                        make_uint4(none, none, none, none);
+                }
+            }
+        }
+    }
+};
+
 // Rows that are plain and have a finite largest, by whole warps, a step of fours of each lane after
 // another: the next ones are under way to shared memory, where a lane reads what it has asked for.
-// What is above the floor is all that weighs anything, or all that is above the window. Fours that
-// may have something of the window are listed.
+// Fours that have something of the window are listed.
 template <bool kIsFp32>
 __device__ __forceinline__ void weigh_plain(const PlainRow& row, const Weigher& weigher,
                                             const Pieces& pieces) {
-    constexpr int kTurn = 32 * kFour, kTurns = TeamShared::kTurns, kNum = kTurns * kFour;
-    constexpr int kBytes = kIsFp32 ? 4 : 2;
+    Ahead<kIsFp32> ahead(row, pieces);
+    constexpr int kTurn = ahead.kTurn, kTurns = ahead.kTurns, kNum = kTurns * kFour;
     TeamShared& shared = pieces.shared;
-    const Asked asked(shared.s.question);
-    const float from = asked.question.from;
-    const int lane = threadIdx.x % 32 * kFour, piece_size = pieces.elements(row.size);
-    const uint32_t none = kIsFp32 ? 0xff800000u : row.dtype == kFp16 ? 0xfc00fc00u : 0xff80ff80u;
-    // A slot has kTurns fours of each thread, each kNumThreads before the next.
-    constexpr uint32_t kSlot = kTurns * kNumThreads * 16, kSlots = TeamShared::kSlots * kSlot;
-    const uint32_t slots = shared_address(shared.under_way) + threadIdx.x * 16;
-    const int of_all = pieces.team_size * kNumWarps * piece_size;  // a piece of each warp
-    int piece_begin = pieces.rank * kNumWarps + static_cast<int>(threadIdx.x) / 32;
-    piece_begin = piece_begin * piece_size + (pieces.of_a_warp() - 1) * of_all;
-    int next_begin = piece_begin, next_step = 0;
-    uint32_t next_slot = 0;
-    const auto copy = [&](uint32_t to, const char* from) {
-        if constexpr (kIsFp32) {
-            cp_async_16(to, from, true);
-        } else {
-            cp_async_8(to, from);
-        }
-    };
-    const auto fetch = [&] {
-        if (next_begin >= 0) {
-            const int first = next_begin + next_step, left = row.size - first;
-            const char* from = row.logits + static_cast<int64_t>(first + lane) * kBytes;
-            const uint32_t to = slots + next_slot;
-            if (left >= kNum * 32) {
-#pragma unroll
-                for (int i = 0; i < kTurns; ++i) {
-                    copy(to + i * kNumThreads * 16, from + i * kTurn * kBytes);
-                }
-            } else {
-#pragma unroll 1
-                for (int i = 0; i < kTurns; ++i) {
-                    if (lane + i * kTurn < left) {
-                        copy(to + i * kNumThreads * 16, from + i * kTurn * kBytes);
-                    } else {
-                        shared.under_way[next_slot / 16 + i * kNumThreads + threadIdx.x] =
-                            make_uint4(none, none, none, none);
-                    }
-                }
-            }
-            next_step += kNum * 32;
-            if (next_step >= piece_size) {
-                next_step = 0;
-                next_begin -= of_all;
-            }
-            next_slot = (next_slot + kSlot) % kSlots;
-        }
-        cp_async_commit();
-    };
-#pragma unroll 1
-    for (int i = 1; i < TeamShared::kSlots; ++i) {
-        fetch();
-    }
-    uint64_t total = 0, all_above = 0;
-    uint32_t slot = 0;
+    const Question question = shared.s.question;
+    const int lane = ahead.lane, piece_size = ahead.piece_size, of_all = ahead.of_all;
+    int piece_begin = ahead.next;
+    ahead.fetch_first();
+    uint64_t total = 0;
+    uint32_t slot = 0, free_slot = ahead.kLast;
 #pragma unroll 1
     for (int piece = pieces.of_a_warp() - 1; piece >= 0; --piece, piece_begin -= of_all) {
         WholeSum totals[2], aboves[2];
@@ -190,27 +225,46 @@ __device__ __forceinline__ void weigh_plain(const PlainRow& row, const Weigher& 
             float z[kNum], y[kNum];
 #pragma unroll
             for (int i = 0; i < kTurns; ++i) {
-                const uint4 bits = shared.under_way[slot / 16 + i * kNumThreads + threadIdx.x];
+                const uint4 bits =
+                    *reinterpret_cast<const uint4*>(ahead.own + slot + i * kNumThreads * 16);
                 row.unpack<kIsFp32>(bits, *reinterpret_cast<float (*)[kFour]>(z + i * kFour));
             }
-            slot = (slot + kSlot) % kSlots;
-            fetch();
+            ahead.fetch(free_slot);
+            free_slot = slot;
+            slot = ahead.next_of(slot);
+            if (question.floor > -kInfinity) {
+                // What is not above it weighs nothing, as what is excluded.
+                float most = -kInfinity;
+#pragma unroll
+                for (int j = 0; j < kNum; ++j) {
+                    z[j] = z[j] > question.floor ? z[j] : -kInfinity;
+                    most = fmaxf(most, z[j]);
+                }
+                if (!__any_sync(kAllLanes, most > -kInfinity)) {
+                    continue;
+                }
+            }
             weigh_each(weigher, z, y);
-            float nearest = fabsf(z[0] - asked.middle);
+            float least_above = kInfinity;
 #pragma unroll
             for (int j = 0; j < kNum; ++j) {
                 const double mass = y[j];
                 totals[j % 2].add(mass);
-                if (z[j] > from) {
+                if (z[j] > question.from) {
                     aboves[j % 2].add(mass);
+                    least_above = fminf(least_above, z[j]);
                 }
-                nearest = fminf(nearest, fabsf(z[j] - asked.middle));
             }
-            if (nearest <= asked.half) {
+            if (least_above <= question.to) {
 #pragma unroll
                 for (int i = 0; i < kTurns; ++i) {
-                    const float four[] = {z[4 * i], z[4 * i + 1], z[4 * i + 2], z[4 * i + 3]};
-                    if (asked.may_have(four)) {
+                    bool has_any = false;
+#pragma unroll
+                    for (int j = i * kFour; j < (i + 1) * kFour; ++j) {
+                        has_any |= z[j] > question.from && z[j] <= question.to;
+                    }
+                    if (has_any) {
+                        const float four[] = {z[4 * i], z[4 * i + 1], z[4 * i + 2], z[4 * i + 3]};
                         shared.list(at + i * kTurn, four);
                     }
                 }
@@ -218,37 +272,34 @@ __device__ __forceinline__ void weigh_plain(const PlainRow& row, const Weigher& 
             __syncwarp();
         }
         total += totals[0].value() + totals[1].value();
-        all_above += pieces.close(piece, aboves[0].value() + aboves[1].value());
+        pieces.close(piece, aboves[0].value() + aboves[1].value());
     }
-    // Of all lanes together; one gives it.
-    const bool is_one = asked.question.floor == asked.question.from;
-    pieces.close_all(!is_one ? total : lane == 0 ? all_above : 0);
+    pieces.close_all(total);
 }
 
 // NOTE: a function of its own, so that nothing of the kernel is in its registers: else there are
-// not enough for four powers side by side.
-__device__ __noinline__ void weigh_plain_row(TeamShared& shared, const char* logits, int size,
-                                             int dtype, float largest, float scale, float lowest,
-                                             int rank, int team_size) {
-    const PlainRow row = {logits, size, dtype};
-    const Weigher weigher = {largest, scale, lowest};
-    const Pieces pieces = {shared, rank, team_size, size};
-    if (dtype == kFp32) {
-        weigh_plain<true>(row, weigher, pieces);
+// not enough for powers side by side. What takes nothing leaves its caller as many.
+__device__ __noinline__ void weigh_plain_row() {
+    TeamShared& shared = team_shared();
+    const PlainRow row = plain_row(shared.p);
+    const Pieces pieces = {shared, static_cast<int>(cluster_rank()),
+                           static_cast<int>(cluster_size()), row.size};
+    if (row.dtype == kFp32) {
+        weigh_plain<true>(row, shared.weigher(), pieces);
     } else {
-        weigh_plain<false>(row, weigher, pieces);
+        weigh_plain<false>(row, shared.weigher(), pieces);
     }
 }
 
 // Rows of any kind, or whose windows go into bins.
-__device__ __noinline__ void weigh_any_row(float largest, float scale, float lowest, int rank,
-                                           int team_size) {
+__device__ __noinline__ void weigh_any_row() {
     TeamShared& shared = team_shared();
     Row row(shared.p);
     row.has_mask = shared.has_mask;
     const Fours fours(row);
-    const Weigher weigher = {largest, scale, lowest};
-    const Pieces pieces = {shared, rank, team_size, shared.p.size};
+    const Weigher weigher = shared.weigher();
+    const Pieces pieces = {shared, static_cast<int>(cluster_rank()),
+                           static_cast<int>(cluster_size()), shared.p.size};
     Asked asked(shared.s.question);
     const Question& question = asked.question;
     uint64_t total = 0, above = 0;
@@ -282,18 +333,16 @@ __device__ __noinline__ void weigh_any_row(float largest, float scale, float low
 
 // Answers s.question of the block's pieces of the row: candidates or bins, and of what it weighs
 // shared.own_pieces, what each piece has above the window's lower end, and shared.own_totals.
-__device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher, Team& team) {
-    TeamShared& shared = team.shared;
+__device__ __forceinline__ void scan(TeamShared& shared) {
     const Question question = shared.s.question;
-    const bool is_known = !(question.floor > -kInfinity) || question.floor == question.from;
-    if (fours.is_ahead && weigher.largest < FLT_MAX && question.collects &&
-        (is_known || !question.weighs)) {
-        weigh_plain_row(shared, fours.row.logits, fours.p.size, fours.p.dtype, weigher.largest,
-                        weigher.scale, weigher.lowest, team.rank, team.size);
+    // At temperatures at which `lowest` is the least of all floats it weighs something.
+    if (shared.is_ahead && shared.largest < FLT_MAX && shared.lowest > -FLT_MAX &&
+        question.collects && shared.p.size <= Pieces::kMostWhole) {
+        weigh_plain_row();
         __syncthreads();
         choose_listed(question.from, question.to, shared);
     } else {
-        weigh_any_row(weigher.largest, weigher.scale, weigher.lowest, team.rank, team.size);
+        weigh_any_row();
     }
 }
 

@@ -10,7 +10,8 @@ namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMaxTeam = 8;
 constexpr int kListed = 1024;
-constexpr int kPieces = kMaxTeam * kNumWarps;  // of a row, where it is weighed
+constexpr int kNumGroups = kMaxTeam * kNumWarps;  // of threads, of which the largest are compared
+constexpr int kPieces = kMaxTeam * kNumWarps;     // of a row, where it is weighed
 
 // What a block says. Read as vectors.
 struct alignas(16) Note {
@@ -36,7 +37,9 @@ struct TeamShared {
         };
         Bins own_bins;  // of this block's share
     };
-    Bins bins;  // of the row
+    Bins bins;                                 // of the row
+    alignas(16) float own_groups[kNumGroups];  // the largest of each, of this block's
+    alignas(16) float groups[kNumGroups];      // and of all
     int num_own, num_listed;
     uint64_t bits;  // random
     // Of the row, from the first pass on: what registers would hold for long.
@@ -45,6 +48,7 @@ struct TeamShared {
     int top_k;
     SampleParams p;
     bool has_mask;  // that is heeded
+    bool is_ahead;  // Fours::is_ahead
     // What each piece of the row has above the window's lower end, and what each warp of all blocks
     // has weighed in all.
     uint64_t own_pieces[kPieces], own_totals[kNumWarps];
@@ -158,6 +162,26 @@ struct Team {
         }
         if (!kIsFirst && reads == kBins) {
             sum_bins();
+        }
+        __syncthreads();
+        if (size > 1) {
+            cluster_arrive_relaxed();
+        }
+    }
+
+    // Reads the largest of all blocks' groups.
+    __device__ __forceinline__ void exchange_groups() {
+        const int num = kNumGroups / size, i = threadIdx.x * 4;
+        if (size > 1) {
+            __syncwarp();
+            cluster_arrive();
+            cluster_wait();
+        } else {
+            __syncthreads();
+        }
+        if (i < kNumGroups) {
+            *reinterpret_cast<float4*>(&shared.groups[i]) = ld_shared_cluster(
+                cluster_address(shared_address(&shared.own_groups[i % num]), i / num));
         }
         __syncthreads();
         if (size > 1) {

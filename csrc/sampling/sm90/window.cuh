@@ -58,9 +58,10 @@ __device__ __forceinline__ float step_of(const Ruler& ruler) {
     return 1.0f / (ruler.inverse * (kNumBins - 1));
 }
 
-// is_guess: what the counts say that is above `from` weighs, all of a bin as its middle.
+// is_guess: what the counts say that is above `from` weighs, all of a bin as what is nearest to its
+// middle in bf16, if the row's values are: some bins have one of them.
 __device__ __forceinline__ OwnBins sum_own(const Bins& bins, const Weigher& weigher, float from,
-                                           bool is_guess, bool is_mass, Shared& s) {
+                                           bool is_guess, bool is_mass, bool is_bf16, Shared& s) {
     const Ruler ruler = s.ruler;
     OwnBins own;
 #pragma unroll
@@ -79,7 +80,10 @@ __device__ __forceinline__ OwnBins sum_own(const Bins& bins, const Weigher& weig
 #pragma unroll
         for (int i = 0; i < own.kNum; ++i) {
             const int bin = own.first() + i;
-            const float middle = fmaf(static_cast<float>(-bin), step, ruler.top);
+            float middle = fmaf(static_cast<float>(-bin), step, ruler.top);
+            if (is_bf16) {
+                middle = to_float(from_float<__nv_bfloat16>(middle));
+            }
             const uint64_t mass = weigher.mass(fminf(middle, weigher.largest));
             own.amounts[i] = middle > from ? own.counts[i] * mass : 0;
             if (bin == 0 && own.counts[i] > 0) {
@@ -169,7 +173,7 @@ __device__ __forceinline__ Cut cut_at(const Ruler& ruler, const OwnBins& own, ui
 // not be those of bins: the pass that follows weighs what is above it. By all threads, and seen by
 // all behind the next barrier.
 __device__ __forceinline__ void find_window(const Bins& bins, const Weigher& weigher, float from,
-                                            bool is_guess, float top_p, Shared& s) {
+                                            bool is_guess, float top_p, bool is_bf16, Shared& s) {
     constexpr uint32_t kAround = 24;  // guesses are wrong by two or three
     Search& search = s.search;
     const bool is_mass = search.is_mass, is_guessed = is_mass && is_guess;
@@ -177,7 +181,7 @@ __device__ __forceinline__ void find_window(const Bins& bins, const Weigher& wei
     if (threadIdx.x == 0) {
         s.bin = -1;
     }
-    const OwnBins own = sum_own(bins, weigher, from, is_guess, is_mass, s);
+    const OwnBins own = sum_own(bins, weigher, from, is_guess, is_mass, is_bf16, s);
     const uint64_t target = s.wanted > 0 ? s.wanted : mass_needed(top_p, own.of_all);
     if (own.amount_before < target && target - own.amount_before <= own.amount) {
         OwnBin it(own);

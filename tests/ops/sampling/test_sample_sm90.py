@@ -70,6 +70,35 @@ def test_guesses_that_miss(hopper_way: Way, team: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_held(hopper_way: Way, dtype: torch.dtype, team: int) -> None:
+    """Few elements a thread: a bound by groups of threads, and what it does not end."""
+    size = 2000 * team
+    shuffled = hopper_way.randn(size).cpu() * 2
+    rising = torch.arange(size, dtype=torch.float32) / 100
+    few = torch.full((size,), -torch.inf)
+    few[size // 3 : size // 3 + 30] = shuffled[:30]
+    rows = torch.stack([shuffled, rising, few, torch.zeros(size), few * 2, shuffled.abs().sqrt()])
+    rows[4, size - 1] = torch.inf
+    for k in (1, 50, 64, 65):
+        given = {"top_k": torch.full((len(rows),), k, dtype=torch.int32)}
+        given |= {"min_p": torch.full((len(rows),), 0.01)} if k == 64 else {}
+        check(hopper_way, rows.to(dtype), **given, **arguments(len(rows), k, "top_p"))
+
+
+def test_temperatures_without_end(hopper_way: Way, team: int) -> None:
+    """At which all weigh the same, but what is excluded, and what there is not."""
+    row = hopper_way.randn(700).cpu()
+    row[::7] = -torch.inf
+    for temperature in (1e30, 1e38, torch.inf):
+        given = {
+            "temperature": torch.full((4,), temperature), "seed": torch.arange(4),
+            "top_k": torch.tensor([0, 0, 200, 20], dtype=torch.int32),
+            "top_p": torch.tensor([0.9, 1.0, 0.7, 0.5]),
+        }  # fmt: skip
+        check(hopper_way, row.expand(4, 700), **given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_changes_logits(hopper_way: Way, dtype: torch.dtype, team: int) -> None:
     batch = 100 if hopper_way.is_gpu else 4
     for size in (33, 700):
