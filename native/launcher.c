@@ -249,7 +249,8 @@ static int try_planned(const Planned* p, Object* const* args, ssize count, Objec
     }
     if (p->make) {
         *made = PyObject_Call(p->make, p->make_arguments, (Object*)0);
-        if (!*made || !read_value(s, 0, *made, &v) || !v.num_tensors) return 0;
+        if (!*made || s->num_params != v.count) return 0;  // an unload, by whatever that ran
+        if (!read_value(s, 0, *made, &v) || !v.num_tensors) return 0;
     }
     for (ssize i = 0; i < count; ++i) {
         if (!read_value(s, p->places[i], args[i], &v)) return 0;

@@ -46,6 +46,7 @@ static inline uint64 read_tensor(const State* s, const Param* param, Object* val
         if (param->dlpack_dtype && tensor.dtype != param->dlpack_dtype) return 0;
         return tensor.data ? (uint64)tensor.data + tensor.byte_offset : 0;
     }
+    if (s->place.current_context) return 0;  // of several GPUs Python finds out whose it is
     if (param->dtype && !attribute_is(value, s->name_dtype, param->dtype)) return 0;
     if (!attribute_is(value, s->name_is_cuda, &_Py_TrueStruct)) return 0;
     Object* address = PyObject_CallMethodObjArgs(value, s->name_data_ptr, (Object*)0);

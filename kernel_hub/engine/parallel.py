@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -77,28 +77,36 @@ class Group:
     def _opened(self) -> RankSums | None:
         """Memory of this GPU that the others write, where all are of one host and can."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # which sums have no use for
-        found, others = None, (i for i in range(self.world) if i != self.rank)
-        can = (
-            self.device.type == "cuda"
-            and int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) == self.world
-        )
-        can = can and torch.cuda.get_device_capability(self.device) == (9, 0)
-        can = can and all(torch.cuda.can_device_access_peer(self.rank, i) for i in others)
-        if self._all(can):
-            try:
+        inbox, found, most_bytes = None, None, _SENT_BYTES // (self.world - 1)
+        failures = (AttributeError, ImportError, RuntimeError)
+        if self._reaches_all():
+            with suppress(*failures):
                 from torch.distributed import _symmetric_memory as symmetric
 
-                most_bytes = _SENT_BYTES // (self.world - 1)
                 size = inbox_bytes(self.world, most_bytes)
                 inbox = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-                shared = symmetric.rendezvous(inbox, dist.group.WORLD)
-                clear(inbox)
-                torch.cuda.synchronize(self.device)
-                found = RankSums(shared.buffer_ptrs, self.rank, most_bytes, self.device)
-                Group._inbox = inbox, shared
-            except (AttributeError, ImportError, RuntimeError):
-                found = None
+        if not self._all(inbox is not None):  # or those that have one would wait for the others
+            return None
+        with suppress(*failures):
+            shared = symmetric.rendezvous(inbox, dist.group.WORLD)
+            clear(inbox)
+            torch.cuda.synchronize(self.device)
+            found = RankSums(shared.buffer_ptrs, self.rank, most_bytes, self.device)
+            Group._inbox = inbox, shared
         return found if self._all(found is not None) else None
+
+    def _reaches_all(self) -> bool:
+        """Whether every rank is a Hopper GPU of this host whose memory this one's can write."""
+        return (
+            self.device.type == "cuda"
+            and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == self.world
+            and torch.cuda.get_device_capability(self.device) == (9, 0)
+            and all(
+                torch.cuda.can_device_access_peer(self.device.index, i)
+                for i in range(self.world)
+                if i != self.device.index
+            )
+        )
 
     def _all(self, so: bool) -> bool:
         """Whether every rank says so."""

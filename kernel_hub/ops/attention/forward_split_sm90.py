@@ -119,7 +119,7 @@ def bodies_of(problem: Problem) -> list[Body]:
     least = min(body.head_dim for body in fitting)
     seqlen_k = min(problem.seqlens[1], problem.max_seqlen_k)
     is_few = least <= _FEW_ROWS_WIDTH and seqlen_k <= _FEW_ROWS_LONGEST
-    is_few = is_few and costs.is_chunk(costs.sizes_of(problem)[0])
+    is_few = is_few and problem.batch_size > 0 and costs.is_chunk(costs.sizes_of(problem)[0])
     return [x for x in fitting if (is_few if x.has_few_rows else x.head_dim == least)]
 
 

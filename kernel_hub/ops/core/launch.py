@@ -105,7 +105,7 @@ def call_first(
     quick = None
     if like.is_cuda and hasattr(function, "planned"):  # else nothing that the driver launches
         make: Any = (_empty_like, (like,))
-        if _empty_cuda is not None:
+        if _empty_cuda is not None and torch.cuda.device_count() == 1:  # of that which is current
             make = (_empty_cuda, (tuple(like.shape), like.stride(), like.dtype))
         arguments = (grid, block, shared_bytes, None, tuple(template))
         quick = function.planned(like.get_device(), arguments, options, places, make, call)

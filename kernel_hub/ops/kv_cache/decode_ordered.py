@@ -8,6 +8,7 @@ on anything.
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ _AT_ONCE, _AT_ONCE_WIDE, _LONG, _LONG_WIDE = 5, 9, 1024, 2048
 # Blocks of a cluster: None, as many as are faster. For tests.
 cluster: int | None = None
 _OP = "decode_attention"
-_EXTRAS = ("k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale", "alibi_slopes", "sinks")
+_extras_of = attrgetter(
+    "k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale", "alibi_slopes", "sinks"
+)  # fmt: skip
 _writes = common.Writes(_OP, "q k_cache v_cache cache_seqlens block_table out", "out")
 # A launch and how far its tensors reach; None: the step is for whole tiles.
 _plans: Plans[Any] = Plans()
@@ -51,11 +54,7 @@ def fits(given: DecodeGiven) -> bool:
     )  # fmt: skip
     if q.dtype not in common.HALF or k_cache.dtype != q.dtype or q.shape[1] != 1 or not q.numel():
         return False
-    if (
-        given.window_left >= 0
-        or given.softcap
-        or any(getattr(given, name) is not None for name in _EXTRAS)
-    ):
+    if not _is_plain(given):
         return False
     least, most = SCALES
     sizes = (q.shape[0], k_cache.shape[2], q.shape[2] // k_cache.shape[2])
@@ -71,6 +70,13 @@ def fits(given: DecodeGiven) -> bool:
         and common.is_aligned(_VECTOR, q.stride(0), q.stride(2))
         and (out is None or common.is_aligned(_VECTOR, out.stride(0), out.stride(2)))
     )
+
+
+def _is_plain(given: DecodeGiven) -> bool:
+    """Whether there is attention to all tokens to be done and nothing else: plans do not ask."""
+    return (
+        given.window_left < 0 and not given.softcap and all(x is None for x in _extras_of(given))
+    )  # fmt: skip
 
 
 def _room(given: DecodeGiven) -> int:
@@ -115,6 +121,8 @@ def plan(given: DecodeGiven) -> Launch:
 
 def run(given: DecodeGiven, right: int, return_lse: bool) -> Any:
     """out, or (out, lse); None where the step is for whole tiles. right: of the window."""
+    if not _is_plain(given):
+        return None
     q, k_cache, v_cache, lengths = given.q, given.k_cache, given.v_cache, given.cache_seqlens
     table, out = given.block_table, given.out
     low_bits = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()

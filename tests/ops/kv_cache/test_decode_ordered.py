@@ -67,6 +67,30 @@ def check(way: Way, patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
             same_bits(a, b, name=f"{name} by clusters of {cluster}")
 
 
+def test_what_asks_for_more_is_for_whole_tiles_whatever_was_planned(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = given_of(hopper_way, (130, 50), (4, 2), 128, 16)
+    sinks = hopper_way.randn(4, dtype=torch.bfloat16, seed=5)
+    ways: list[dict[str, Any]] = [{"window_size": (15, 0)}, {"softcap": 5.0}, {"sinks": sinks}]
+    with (
+        monkeypatch.context() as inner,
+        nullcontext() if hopper_way.is_gpu else hopper_attention(inner, 3),
+    ):
+        if not hopper_way.is_gpu:
+            inner.setattr(ordered, "applies", ordered.fits)
+
+        def found(choice: bool, more: dict[str, Any]) -> Any:
+            inner.setattr(ordered, "choice", choice)
+            return decode_attention(**given, **more, deterministic="batch")
+
+        plain = found(True, {})
+        for more in ways:
+            same_bits(found(True, more), found(False, more), name=str(*more))
+            assert not torch.equal(found(True, more), plain)
+            same_bits(found(True, {}), plain)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("lengths", "heads", "head_dim", "page_size"),
