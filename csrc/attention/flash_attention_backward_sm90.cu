@@ -22,10 +22,8 @@
 // tiles, which are older than that launch. Under the main kernel's end the next one begins.
 // Of narrow heads (kGoesOn) a block takes one work after another, by a counter, and q and dout of
 // the next one come while the last one ends: 3 us of the 7 that a work costs beside its rounds.
-// dk and dv have one order of summation. dq has one where there are turns. Causal: a block adds its
-// part of a query block after the blocks of higher keys, which are scheduled before it and begin at
-// later queries. Full: all would begin at the same queries, so neighbours begin two blocks of
-// queries apart and go round in a circle; each adds behind the one ahead of it. Without turns the
+// dk and dv have one order of summation. dq has one where there are turns: a block then adds its
+// part of a query block after the blocks of higher keys, which are scheduled before it. Else the
 // keys that most queries see come first, within groups of heads whose q, dout and dq stay in the
 // L2.
 //
@@ -156,13 +154,13 @@ __device__ __forceinline__ void attention_backward_sm90(
             int64_t dv_row_stride, int64_t dv_head_stride, int64_t parts_at, int num_blocks,       \
             int num_pairs, int pairs_per_group, int num_kv_heads, int first_parted, int num_parts, \
             int64_t num_blocks_q, int seqlen_q, int seqlen_k, int total_q, int total_k, int group, \
-            int head_dim, int window_left, int window_right, int team, float softmax_scale) {      \
+            int head_dim, int window_left, int window_right, int has_turns, float softmax_scale) { \
             attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                         \
                 {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                       \
                  .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                       \
                  .parts = reinterpret_cast<T*>(workspace + parts_at),                              \
                  .workspace = {workspace, num_kv_heads * group * num_blocks_q * BLOCK_M, HEAD_DIM, \
-                               team},                                                              \
+                               has_turns != 0},                                                    \
                  .flag = flag,                                                                     \
                  .q = &q,                                                                          \
                  .k = &k,                                                                          \
@@ -173,7 +171,7 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .cache_seqlens = cache_seqlens,                                                   \
                  .num_blocks_q = num_blocks_q,                                                     \
                  .works = {num_blocks, num_pairs, pairs_per_group, num_kv_heads, first_parted,     \
-                           num_parts, team},                                                       \
+                           num_parts},                                                             \
                  .seqlen_q = seqlen_q,                                                             \
                  .seqlen_k = seqlen_k,                                                             \
                  .total_q = total_q,                                                               \
@@ -185,59 +183,59 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .softmax_scale = softmax_scale});                                                 \
         })
 
-#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                       \
-    DESCRIBED(                                                                                \
-        flash_attention_backward_sm90_##NAME##_delta,                                         \
-        "x: tiles of 16 query rows of every sequence, y: heads",                              \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                   \
-        extern "C" __global__ void                                                            \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                  \
-            float* workspace, int* flag, const T* out, const T* dout, const float* lse,       \
-            const int* cu_seqlens_q, int64_t out_batch_stride, int64_t out_row_stride,        \
-            int64_t out_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,      \
-            int64_t dout_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,      \
-            int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, int head_dim,     \
-            int padded_head_dim, int block_m, int team) {                                     \
-            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                \
-                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, team}, flag, \
-                {out, out_batch_stride, out_row_stride, out_head_stride},                     \
-                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,            \
-                lse_batch_stride, lse_head_stride,                                            \
-                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,          \
-                 padded_head_dim, block_m});                                                  \
+#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                           \
+    DESCRIBED(                                                                                    \
+        flash_attention_backward_sm90_##NAME##_delta,                                             \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                  \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                       \
+        extern "C" __global__ void                                                                \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                      \
+            float* workspace, int* flag, const T* out, const T* dout, const float* lse,           \
+            const int* cu_seqlens_q, int64_t out_batch_stride, int64_t out_row_stride,            \
+            int64_t out_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,          \
+            int64_t dout_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,          \
+            int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, int head_dim,         \
+            int padded_head_dim, int block_m, int has_turns) {                                    \
+            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                    \
+                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, has_turns != 0}, \
+                flag, {out, out_batch_stride, out_row_stride, out_head_stride},                   \
+                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,                \
+                lse_batch_stride, lse_head_stride,                                                \
+                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,              \
+                 padded_head_dim, block_m});                                                      \
         })
 
-#define EXPORT_CONVERT(NAME, T)                                                                  \
-    DESCRIBED(                                                                                   \
-        flash_attention_backward_sm90_##NAME##_convert,                                          \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                 \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                      \
-        extern "C" __global__ void                                                               \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                   \
-            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,    \
-            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,       \
-            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,              \
-            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,              \
-            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                \
-            int num_kv_heads, int first_parted, int num_parts, int64_t num_blocks_q,             \
-            int num_tiles, int seqlen_q, int total_q, int head_dim, int padded_head_dim,         \
-            int block_m, int num_heads, int seqlen_k, int total_k, int block_n, int team,        \
-            float softmax_scale) {                                                               \
-            attention_convert_sm90<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},      \
-                                      workspace,                                                 \
-                                      {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, \
-                                       head_dim, padded_head_dim, block_m},                      \
-                                      num_heads,                                                 \
-                                      {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},     \
-                                       {dv, dv_batch_stride, dv_row_stride, dv_head_stride},     \
-                                       reinterpret_cast<const T*>(workspace + parts_at),         \
-                                       {num_blocks, num_pairs, pairs_per_group, num_kv_heads,    \
-                                        first_parted, num_parts, team},                          \
-                                       cu_seqlens_k,                                             \
-                                       seqlen_k,                                                 \
-                                       total_k,                                                  \
-                                       block_n},                                                 \
-                                      softmax_scale);                                            \
+#define EXPORT_CONVERT(NAME, T)                                                                   \
+    DESCRIBED(                                                                                    \
+        flash_attention_backward_sm90_##NAME##_convert,                                           \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                  \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                       \
+        extern "C" __global__ void                                                                \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                    \
+            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,     \
+            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,        \
+            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,               \
+            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,               \
+            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                 \
+            int num_kv_heads, int first_parted, int num_parts, int64_t num_blocks_q,              \
+            int num_tiles, int seqlen_q, int total_q, int head_dim, int padded_head_dim,          \
+            int block_m, int num_heads, int seqlen_k, int total_k, int block_n, int has_turns,    \
+            float softmax_scale) {                                                                \
+            attention_convert_sm90<T>(                                                            \
+                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, workspace,                  \
+                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,              \
+                 padded_head_dim, block_m},                                                       \
+                num_heads,                                                                        \
+                {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                            \
+                 {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                            \
+                 reinterpret_cast<const T*>(workspace + parts_at),                                \
+                 {num_blocks, num_pairs, pairs_per_group, num_kv_heads, first_parted, num_parts}, \
+                 cu_seqlens_k,                                                                    \
+                 seqlen_k,                                                                        \
+                 total_k,                                                                         \
+                 block_n,                                                                         \
+                 has_turns != 0},                                                                 \
+                softmax_scale);                                                                   \
         })
 
 // head_dim, then kBlockM.

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import random
 
-from kernel_hub.ops.attention.backward.works import Pairs, Parting, Turns, parting, rounds, turns
+from kernel_hub.ops.attention.backward.works import (
+    Pairs,
+    Parting,
+    parting,
+    parts_of_group,
+    rounds,
+)
 
 
 def rounds_one_by_one(
@@ -41,15 +47,6 @@ def parted(
     )  # fmt: skip
 
 
-def in_turns(
-    length: int, pairs: int, *, group: int = 1, causal: bool = False, goes_on: bool = False
-) -> Turns:
-    return turns(
-        (length, length), (-1, 0 if causal else -1), (64, 64), group, Pairs(pairs, 1), 132,
-        goes_on=goes_on,
-    )  # fmt: skip
-
-
 def test_the_last_wave_is_shared() -> None:
     # 160 works of 8 rounds, 132 multiprocessors: the 28 of the second wave by four blocks each.
     assert parted(469, 20) == Parting(132, 4)
@@ -71,27 +68,6 @@ def test_works_that_drift_apart_go_by_few_heads() -> None:
     assert parted(1024, 640, group=24, causal=True, drifting_bytes=25 << 20) == Parting(0, 3)
 
 
-def test_with_turns_causal_parts_are_whole_heads() -> None:
-    for length, pairs, group in ((640, 2, 8), (640, 20, 6), (4096, 8, 4), (1000, 3, 7)):
-        team, _, (first, blocks) = in_turns(length, pairs, group=group, causal=True)
-        assert team == -1 and group % blocks == 0 and first % 132 == 0, (length, pairs)
-
-
-def test_teams_run_at_the_same_time() -> None:
-    lots = random.Random("teams")
-    for _ in range(100):
-        length, pairs, group = (
-            lots.randrange(200, 9000),
-            lots.randrange(1, 300),
-            lots.choice((1, 4)),
-        )
-        goes_on = lots.random() < 0.5
-        team, together, (first, blocks) = in_turns(length, pairs, group=group, goes_on=goes_on)
-        num_blocks = -(-length // 64)
-        assert 1 <= team <= min(66, num_blocks)
-        if team == 1:
-            assert blocks == 1
-        elif team < num_blocks:  # several, the next ones of a pair after those of other pairs
-            assert blocks == 1 and together <= pairs
-        else:  # parts are as long as each other
-            assert first % team == 0 and (group % blocks == 0 or blocks % group == 0)
+def test_with_turns_parts_are_whole_heads() -> None:
+    found = [parts_of_group(*each, 132) for each in ((160, 1), (20, 8), (200, 6), (2000, 6))]
+    assert found == [1, 8, 3, 1]

@@ -13,11 +13,10 @@ import pytest
 from attention_cases import Case, run
 from attention_random import random_case
 from emulated_attention import hopper_attention
-from ways import Way, hopper_function
+from ways import Way
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward.sm90")
 WORKS: Any = importlib.import_module("kernel_hub.ops.attention.backward.works")
-HOPPER: Any = importlib.import_module("emulated_hopper")
 DRAWN = 12
 # A block of threads is emulated at some 10^6 scores a second.
 MAX_SCORES = 120_000
@@ -99,42 +98,7 @@ def test_parts(
         head_dim=head_dim, num_heads=4, num_kv_heads=2, lengths_q=lengths, lengths_k=lengths,
         layout=layout, backward=True, deterministic=True, **options,
     )  # fmt: skip
-    monkeypatch.setattr(SM90, "parting", lambda *given, **more: WORKS.Parting(1, 3))
+    monkeypatch.setattr(WORKS, "parting", lambda *given, **more: WORKS.Parting(1, 3))
     with hopper_attention(monkeypatch, 2):
         run(case, "cpu")
     assert bodies
-
-
-@pytest.fixture
-def three_at_once(bodies: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """`bodies`, of which three blocks run at a time, as those of a cluster do in the emulator."""
-    monkeypatch.setattr(
-        HOPPER,
-        "launch_sizes",
-        lambda cubin, name: {"cluster_m": 3} if "backward" in name and "_rows" in name else {},
-    )
-    hopper_function.cache_clear()
-    yield bodies
-    hopper_function.cache_clear()
-
-
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 160, 256])
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("length", [150, 300])
-def test_teams(
-    three_at_once: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int, parts: int,
-    length: int,
-) -> None:  # fmt: skip
-    # Three blocks that wait for each other, of queries that see one or more of them and as many.
-    keys = 150 if head_dim > 128 else 300
-    case = Case(
-        head_dim=head_dim, num_heads=4, num_kv_heads=2, lengths_q=(length,), lengths_k=(keys,),
-        backward=True, deterministic=True,
-    )  # fmt: skip
-    first = 6 if parts == 1 else 3
-    monkeypatch.setattr(
-        SM90, "turns", lambda *given, **more: WORKS.Turns(3, 1, WORKS.Parting(first, parts))
-    )
-    with hopper_attention(monkeypatch, 66):
-        run(case, "cpu")
-    assert three_at_once

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/backward/problem.cuh"
-#include "attention/backward/sm90/works.cuh"
 #include "attention/sm90/warpgroups.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
@@ -85,6 +84,55 @@ struct BackwardConfig {
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
 };
 
+// What the kernels leave each other, part by part in one piece of memory: `num_rows` rows of the
+// sums of dq, of lse in units of log 2 and of delta, a counter, then two turns a block of queries.
+struct Workspace {
+    float *dq_sums, *lse, *delta;
+    int* taken;  // works of the main kernel's blocks after their first ones
+    int* turns;  // or null
+
+    __device__ __forceinline__ Workspace(float* memory, int64_t num_rows, int padded_head_dim,
+                                         bool has_turns)
+        : dq_sums(memory),
+          lse(memory + num_rows * padded_head_dim),
+          delta(lse + num_rows),
+          taken(reinterpret_cast<int*>(delta + num_rows)),
+          turns(has_turns ? taken + 1 : nullptr) {}
+};
+
+// A block of keys of a head of dk and dv is a work. Those from `first_parted` on, the last ones,
+// are shared by `num_parts` blocks each, where all of them whole would end unevenly.
+struct Works {
+    int num_blocks;       // of keys, of the longest sequence
+    int num_pairs;        // of a sequence and a head of dk
+    int pairs_per_group;  // this many run through their blocks of keys together
+    int num_heads;        // of dk
+    int first_parted, num_parts;
+
+    // How many blocks there is work for.
+    __device__ __forceinline__ int count() const {
+        const int num_works = num_blocks * num_pairs;
+        return first_parted + (num_works - first_parted) * num_parts;
+    }
+    // Where a part of dk or dv lies, in blocks of keys: those of dv follow those of dk.
+    __device__ __forceinline__ int64_t part_of(bool is_dv, int part) const {
+        return (is_dv ? count() - first_parted : 0) + part;
+    }
+    // With turns, the last keys of a sequence come first: what a block waits for is scheduled
+    // before it, and causal blocks wait least.
+    __device__ __forceinline__ void find(int work, bool has_turns, int& batch_idx, int& head_idx,
+                                         int& key_block) const {
+        const int group_blocks = pairs_per_group * num_blocks;
+        const int first_pair = work / group_blocks * pairs_per_group;
+        const int group_size = min(pairs_per_group, num_pairs - first_pair);
+        const int rest = work - first_pair * num_blocks;
+        const int nth = rest / group_size, pair = first_pair + rest % group_size;
+        batch_idx = pair / num_heads;
+        head_idx = pair % num_heads;
+        key_block = has_turns ? num_blocks - 1 - nth : nth;
+    }
+};
+
 template <typename T>
 struct BackwardParameters {
     Heads<T> dk, dv;
@@ -100,9 +148,6 @@ struct BackwardParameters {
     int group, head_dim, window_left, window_right;
     float softmax_scale;
 };
-
-// Of a block that goes on in a team: fewer rounds than it can be ahead of what it waits for.
-constexpr int kFewRounds = 8;
 
 struct BackwardWork;
 
@@ -184,14 +229,9 @@ __device__ __forceinline__ int first_block_of(const int* cu_seqlens_q, int first
 
 // What a block works on; kept in shared memory, because the sums leave no registers for it.
 struct BackwardWork : Work {
-    int head_idx;              // of dk and dv
-    int first_head, end_head;  // of q
-    int begin_head;            // and the block of its queries, where the work begins
+    int head_idx;    // of dk and dv
+    int begin_head;  // of q, and the block of its queries, where the work begins
     int begin_m;
-    int begin;  // which one of its rounds, of those of first_head and first_m on, that is
-    // The team's first block of keys, how many it has, which one this is, and how many rounds lie
-    // between where two neighbours begin. None: after higher keys.
-    int team_first, team_size, member, apart;
     int part;            // of which parts of dk and dv this makes; -1: all
     int first_block;     // of queries: the sequence's first one in a head's part of the workspace
     int num_iterations;  // blocks of queries, over all heads; -1: there is no more work
@@ -199,31 +239,6 @@ struct BackwardWork : Work {
     // Of the count over all that the block works on, where it goes on; and whether it is an odd one
     // of those with a query.
     int first_iteration, last_iteration, keys_parity;
-
-    // From one block of queries to the next, of the same head or of the next one, in a circle.
-    __device__ __forceinline__ void advance(int& head, int& m) const {
-        const bool is_last_of_head = m + 1 == end_m;
-        m = is_last_of_head ? first_m : m + 1;
-        if (is_last_of_head) {
-            head = head + 1 == end_head ? first_head : head + 1;
-        }
-    }
-    // How many blocks of keys add to dq of block m of the queries before, where `left` rounds are.
-    template <class C>
-    __device__ __forceinline__ int earlier(int left, int m) const {
-        if (team_size == 0) {
-            // Of higher keys, those that these queries see.
-            const int last_query = (m + 1) * C::kBlockM - 1;
-            return min(ceil_div(window.num_keys, C::kBlockN) - 1,
-                       floor_div(last_query - window.start + window.span, C::kBlockN));
-        }
-        // The last one that begins there or before it is the first one there.
-        const int i = begin + (left > begin ? num_iterations : 0) - left;
-        const int leader =
-            i + 1 == num_iterations ? team_size - 1 : min(team_size - 1, i >> (apart - 1));
-        const int place = leader - member;
-        return team_first + (place < 0 ? place + team_size : place);
-    }
 
     template <class C>
     __device__ __forceinline__ int first() const {
@@ -241,8 +256,10 @@ struct BackwardWork : Work {
     // False: there is nothing to do.
     template <class C>
     __device__ __forceinline__ bool find(const BackwardParameters<typename C::T>& p, int index) {
-        int key_block, nth_part;
-        p.works.find(p.works.work_of(index, part, nth_part), batch_idx, head_idx, key_block);
+        part = index - p.works.first_parted;
+        int key_block;
+        p.works.find(part < 0 ? index : p.works.first_parted + part / p.works.num_parts,
+                     p.workspace.turns != nullptr, batch_idx, head_idx, key_block);
         const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
         const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
         report(p.flag, threadIdx.x == 0 ? keys_outside(keys, p.cache_seqlens, batch_idx) : 0);
@@ -266,7 +283,16 @@ struct BackwardWork : Work {
         first_m = max(0, floor_div(home - right, C::kBlockM));
         end_m = min(ceil_div(seqlen_q, C::kBlockM),
                     floor_div(window.start + min(C::kBlockN, window.num_keys) - 1, C::kBlockM) + 1);
-        find_rounds<C>(p, key_block, nth_part, seqlen_k);
+        const int num_m = max(1, end_m - first_m);
+        num_iterations = window.num_keys > 0 ? p.group * max(0, end_m - first_m) : 0;
+        int begin = 0;
+        if (part >= 0) {
+            const int most = ceil_div(num_iterations, p.works.num_parts);
+            begin = part % p.works.num_parts * most;
+            num_iterations = max(0, min(most, num_iterations - begin));
+        }
+        begin_head = head_idx * p.group + begin / num_m;
+        begin_m = first_m + begin % num_m;
         // Blocks m with 0 <= key - query + start <= span for all of their keys and queries.
         plain_begin =
             floor_div(window.start - window.span + C::kBlockN + C::kBlockM - 2, C::kBlockM);
@@ -275,53 +301,6 @@ struct BackwardWork : Work {
             num_plain = 0;
         }
         return true;
-    }
-
-    // Which rounds of the work are this block's, and where it begins.
-    template <class C>
-    __device__ __forceinline__ void find_rounds(const BackwardParameters<typename C::T>& p,
-                                                int key_block, int nth_part, int seqlen_k) {
-        first_head = head_idx * p.group;
-        end_head = first_head + p.group;
-        begin = team_size = 0;
-        const bool has_turns = p.workspace.turns != nullptr;
-        if (has_turns && part >= 0) {
-            // Whole heads; where there are more parts, the same queries of one.
-            const int of_heads = min(p.works.num_parts, p.group), heads = over(p.group, of_heads);
-            const int of_queries = over(p.works.num_parts, of_heads);
-            const int most = over(max(0, end_m - first_m) + of_queries - 1, of_queries);
-            const int nth_of_heads = over(nth_part, of_queries);
-            first_head += nth_of_heads * heads;
-            end_head = first_head + heads;
-            first_m += (nth_part - nth_of_heads * of_queries) * most;
-            end_m = min(end_m, first_m + most);
-        }
-        const int num_m = max(1, end_m - first_m);
-        num_iterations =
-            window.num_keys > 0 ? (end_head - first_head) * max(0, end_m - first_m) : 0;
-        if (!has_turns && part >= 0) {
-            const int most = over(num_iterations + p.works.num_parts - 1, p.works.num_parts);
-            begin = nth_part * most;
-            num_iterations = max(0, min(most, num_iterations - begin));
-        } else if (p.works.team > 0) {
-            const int in_all = ceil_div(seqlen_k, C::kBlockN);
-            member = key_block - over(key_block, p.works.team) * p.works.team;
-            team_first = key_block - member;
-            team_size = max(1, min(p.works.team, in_all - team_first));
-            apart = num_iterations < 2 * team_size ? 1 : 2;
-            // NOTE: a block that goes on finds its next work while it still runs this one. It must
-            // not be one that this one waits for, as it does in the first rounds alone.
-            if (C::kGoesOn && num_iterations < kFewRounds &&
-                p.works.count() > static_cast<int>(gridDim.x)) {
-                team_first = key_block;
-                team_size = 1;
-                member = 0;
-            }
-            begin = max(0, min(member * apart, num_iterations - 1));
-        }
-        const int of_begin = over(begin, num_m);
-        begin_head = first_head + of_begin;
-        begin_m = first_m + begin - of_begin * num_m;
     }
 };
 static_assert(sizeof(BackwardWork) <= 128, "its room in shared memory");

@@ -1,7 +1,6 @@
 // flash_attention_backward_sm90.cu: the warp that loads, and the warps that add up dq.
 #pragma once
 
-#include "attention/backward/sm90/instructions.cuh"
 #include "attention/backward/sm90/plan.cuh"
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/math.cuh"
@@ -84,10 +83,7 @@ struct BackwardProducer {
     // The works of the block, one after another.
     __device__ __forceinline__ void find_and_load() {
         const int num_works = p.works.count();
-        // With turns no block has a work before it runs: others may wait for it.
-        int index =
-            p.works.team && num_works > static_cast<int>(gridDim.x) ? take(num_works) : blockIdx.x;
-        int first_iteration = 0;
+        int index = blockIdx.x, first_iteration = 0;
 #pragma unroll 1
         for (int nth = 0;; ++nth) {
             BackwardWork& work = shared.work(nth);
@@ -134,7 +130,7 @@ struct BackwardProducer {
         }
         int taken = 0;
         if (lane_idx == 0) {
-            taken = (p.works.team ? 0 : gridDim.x) + atomicAdd(p.workspace.taken, 1);
+            taken = gridDim.x + atomicAdd(p.workspace.taken, 1);
         }
         return __shfl_sync(kAllLanes, taken, 0);
     }
@@ -218,24 +214,27 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
     using Shared = BackwardShared<C>;
     const bool is_first_lane = threadIdx.x % 32 == 0;
     const int num_parts = consumer == 0 ? C::kFirstParts : C::kDqParts - C::kFirstParts;
-    int head_idx = work.begin_head, m = work.begin_m, passed = 0;
+    int64_t block = work.begin_head * p.num_blocks_q + work.first_block + work.begin_m;
+    int m = work.begin_m;
 #pragma unroll 1
     for (int left = work.num_iterations; left > 0; --left) {
-        const int64_t block = head_idx * p.num_blocks_q + work.first_block + m;
-        if (p.workspace.turns && is_first_lane) {
-            // Before there is anything to add: it has mostly been passed on by then.
-            const int earlier = work.template earlier<C>(left, m);
-            const int* turn = p.workspace.turns + 2 * block + consumer;
-            // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may pass it.
-            while (passed < earlier) {
-                passed = ld_acquire(turn);
-            }
-            fence_proxy_async_global();
-        }
 #pragma unroll 1
         for (int part = 0; part < num_parts; ++part) {
             named_barrier_sync(Shared::kDqBarrier + consumer, Shared::kDqThreads);
             if (is_first_lane) {
+                int* turn = p.workspace.turns + 2 * block + consumer;
+                if (p.workspace.turns && part == 0) {
+                    // How many blocks of higher keys these queries see.
+                    const int last_query = (m + 1) * C::kBlockM - 1;
+                    const int earlier = min(
+                        ceil_div(work.window.num_keys, C::kBlockN) - 1,
+                        floor_div(last_query - work.window.start + work.window.span, C::kBlockN));
+                    // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may
+                    // pass it.
+                    while (ld_acquire(turn) < earlier) {
+                    }
+                    fence_proxy_async_global();
+                }
                 const int panel = C::panel_of(consumer * C::kFirstParts + part);
                 bulk_reduce_add(p.workspace.dq_sums + block * (C::kBlockM * C::kHeadDim) +
                                     panel * (C::kDqBytes / 4),
@@ -244,19 +243,18 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
                 tma_store_commit();
                 tma_store_wait<0>();
                 mbarrier_arrive(shared.dq_empty(consumer));
+                if (p.workspace.turns && part + 1 == num_parts) {
+                    tma_store_wait_all<0>();
+                    fence_proxy_async_global();
+                    __threadfence();
+                    atomicAdd(turn, 1);
+                }
             }
             __syncwarp();
         }
-        work.advance(head_idx, m);
-        if (p.workspace.turns && is_first_lane) {
-            // The next turn is looked at while the sums are on their way.
-            const int64_t next = head_idx * p.num_blocks_q + work.first_block + m;
-            passed = ld_acquire(p.workspace.turns + 2 * next + consumer);
-            tma_store_wait_all<0>();
-            fence_proxy_async_global();
-            red_add_release(p.workspace.turns + 2 * block + consumer, 1);
-        }
-        __syncwarp();
+        const bool is_last_of_head = m + 1 == work.end_m;
+        block += is_last_of_head ? p.num_blocks_q - (m - work.first_m) : 1;
+        m = is_last_of_head ? work.first_m : m + 1;
     }
 }
 

@@ -120,6 +120,7 @@ struct Parts {
     Works works;
     const int* cu_seqlens_k;
     int seqlen_k, total_k, block_n;
+    bool has_turns;
 };
 
 // 16 rows of dk or dv: tile `nth` of those that were made in parts.
@@ -133,7 +134,7 @@ __device__ __forceinline__ void add_parts(const Parts<T>& p, int nth, int head_d
         return;
     }
     int batch_idx, head_idx, key_block;
-    works.find(works.first_parted + parted, batch_idx, head_idx, key_block);
+    works.find(works.first_parted + parted, p.has_turns, batch_idx, head_idx, key_block);
     const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
     const int key = key_block * p.block_n + row_in_block;
     if (key >= keys.seqlen) {

@@ -21,7 +21,7 @@ from ..problem import (
     strides_of,
     tensor_map,
 )  # fmt: skip
-from .works import Pairs, parting, turns
+from .works import Pairs, Parting, parting, parts_of_group
 
 _empty_like = torch.empty_like
 
@@ -175,29 +175,31 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         num_blocks_q = q.shape[0] // body.block_m + batch_size
     num_rows = num_heads * num_blocks_q * body.block_m
     key_blocks, block_n = body.key_blocks(problem), stated.sizes["block_n"]
+    has_turns = int(deterministic and key_blocks > 2)  # sums of two have one order
+    parts_at = num_rows * (body.head_dim + 2) + 1 + 2 * has_turns * num_heads * num_blocks_q
+    parts_at = -(-parts_at // 4) * 4  # in units of 16 bytes
+
     num_pairs, group = batch_size * num_kv_heads, num_heads // num_kv_heads
-    # Causal: the blocks with the most queries first, but those of a few heads after another.
     pair_bytes = (2 * q.element_size() + 4) * group * seqlen_q * body.head_dim
-    most = max(1, _L2_BYTES // max(1, pair_bytes))
-    # Of one size: a small group at the end would begin with its longest works.
-    together = -(-num_pairs // -(-num_pairs // most))
-    num_sms, team = device_of(q.device).num_sms, 0
-    about = (
-        (seqlen_q, seqlen_k), (problem.window_left, problem.window_right), (body.block_m, block_n),
-        group,
-    )  # fmt: skip
-    # Sums of two have one order.
-    has_turns = deterministic and key_blocks > 2
-    # Where works of fewer rounds are through with more heads.
-    drifting = pair_bytes if group > 1 and (is_causal or problem.window_left >= 0) else 0
-    pairs = Pairs(num_pairs, together if is_causal or has_turns else 1, drifting)
+    # Causal: the blocks with the most queries first, but those of a few heads after another.
+    pairs_a_group = 1
+    if is_causal and not has_turns:
+        most = max(1, _L2_BYTES // max(1, pair_bytes))
+        # Of one size: a small group at the end would begin with its longest works.
+        pairs_a_group = -(-num_pairs // -(-num_pairs // most))
+    num_sms = device_of(q.device).num_sms
     if has_turns:
-        team, pairs_a_group, parted = turns(*about, pairs, num_sms, goes_on=body.goes_on)
+        # A part that began where one of higher keys ends would wait for all of that one's rounds.
+        count = parts_of_group(key_blocks * num_pairs, group, num_sms)
+        parted = Parting(0 if count > 1 else key_blocks * num_pairs, count)
     else:
-        pairs_a_group = pairs.together
-        parted = parting(*about, pairs, num_sms, goes_on=body.goes_on)
-    num_turns = 2 * num_heads * num_blocks_q if team else 0
-    parts_at = -(-(num_rows * (body.head_dim + 2) + 1 + num_turns) // 4) * 4  # of 16 bytes
+        # Where works of fewer rounds are through with more heads.
+        drifting = pair_bytes if group > 1 and (is_causal or problem.window_left >= 0) else 0
+        parted = parting(
+            (seqlen_q, seqlen_k), (problem.window_left, problem.window_right),
+            (body.block_m, block_n), group, Pairs(num_pairs, pairs_a_group, drifting), num_sms,
+            goes_on=body.goes_on,
+        )  # fmt: skip
     num_works = key_blocks * num_pairs
     num_parts = (num_works - parted.first) * parted.blocks
     works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, *parted
@@ -209,7 +211,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     place = num_blocks_q, row_tiles, seqlen_q, total_q, head_dim, body.head_dim, body.block_m
     before = BackwardLaunch(
         common.shipped(CUBIN, delta), (num_tiles, num_heads, 1), rows.block, rows.shared_bytes,
-        (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, team),
+        (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, has_turns),
     )  # fmt: skip
     # The last kernel also adds up parts of dk and dv, by more blocks of as many rows.
     part_tiles = 2 * (num_works - parted.first) * block_n // rows.sizes["block_m"]
@@ -218,7 +220,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         common.shipped(CUBIN, convert), grid, rows.block, rows.shared_bytes,
         (
             *strides_of(dq), *strides_of(dk), *strides_of(dv), *works, *place, num_heads, seqlen_k,
-            total_k, block_n, team, float(problem.softmax_scale),
+            total_k, block_n, has_turns, float(problem.softmax_scale),
         ),
     )  # fmt: skip
 
@@ -230,7 +232,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         stated.shared_bytes,
         (
             *strides_of(dk), *strides_of(dv), *works, num_blocks_q, seqlen_q, seqlen_k, total_q,
-            total_k, group, head_dim, problem.window_left, problem.window_right, team,
+            total_k, group, head_dim, problem.window_left, problem.window_right, has_turns,
             float(problem.softmax_scale),
         ),
     )  # fmt: skip

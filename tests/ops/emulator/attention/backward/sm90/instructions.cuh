@@ -11,8 +11,4 @@ inline void leave_undefined(float (&values)[kCount]) {
     for (float& value : values) value = std::numeric_limits<float>::quiet_NaN();
 }
 
-inline void red_add_release(int* address, int value) {
-    __atomic_fetch_add(address, value, __ATOMIC_RELEASE);
-}
-
 }  // namespace kernel_hub::attention::backward::sm90
