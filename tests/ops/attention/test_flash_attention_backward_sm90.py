@@ -17,6 +17,7 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 
 from kernel_hub.ops import flash_attention
+from kernel_hub.ops.attention.backward.works import Parting
 from kernel_hub.ops.attention.problem import Gradients, Problem
 from kernel_hub.ops.core.device import has_wgmma
 
@@ -184,6 +185,14 @@ def test_the_last_grid_has_room_for_parts() -> None:
         if SM90.fits(many, given):
             made = SM90.plan(many, given, deterministic=False)
             assert num_heads < made.after.grid[1] <= 65535
+
+
+def test_parts_that_no_grid_has_room_for_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = (torch.empty(1, n, 1, 8, dtype=torch.bfloat16) for n in (8, 5_000_000))
+    wide = Problem(q, k, k, 1, 8, 5_000_000, 0.1)
+    monkeypatch.setattr(SM90, "parting", lambda *given, **more: Parting(0, 2))
+    made = SM90.plan(wide, Gradients(q, torch.empty(1, 1, 8), q, q, k, k), deterministic=False)
+    assert made.after.grid[1] == 1
 
 
 def test_which_body() -> None:

@@ -201,21 +201,24 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
             goes_on=body.goes_on,
         )  # fmt: skip
     num_works = key_blocks * num_pairs
+    row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
+    num_tiles = row_tiles * batch_size
+    # The last kernel also adds up parts of dk and dv, by more blocks of as many rows.
+    part_tiles = 2 * (num_works - parted.first) * block_n // rows.sizes["block_m"]
+    part_blocks = -(-part_tiles // num_tiles)
+    if num_heads + part_blocks >= 1 << 16:  # of a grid
+        parted, part_blocks = Parting(num_works, 1), 0
     num_parts = (num_works - parted.first) * parted.blocks
     works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, *parted
     num_words = parts_at + num_parts * block_n * head_dim  # two of 16 bits, dk and dv
     workspace = q.new_empty((num_words,), dtype=torch.float32)
 
-    row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
-    num_tiles = row_tiles * batch_size
     place = num_blocks_q, row_tiles, seqlen_q, total_q, head_dim, body.head_dim, body.block_m
     before = BackwardLaunch(
         common.shipped(CUBIN, delta), (num_tiles, num_heads, 1), rows.block, rows.shared_bytes,
         (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, has_turns),
     )  # fmt: skip
-    # The last kernel also adds up parts of dk and dv, by more blocks of as many rows.
-    part_tiles = 2 * (num_works - parted.first) * block_n // rows.sizes["block_m"]
-    grid = (num_tiles, num_heads + -(-part_tiles // num_tiles), 1)
+    grid = (num_tiles, num_heads + part_blocks, 1)
     after = BackwardLaunch(
         common.shipped(CUBIN, convert), grid, rows.block, rows.shared_bytes,
         (
