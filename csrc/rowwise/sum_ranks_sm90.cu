@@ -9,11 +9,11 @@
 // all of whose words have come and been read: nobody writes it again before this launch has ended,
 // since whoever is two launches behind it waits for the one between.
 //
-// Parallelisation: 16-byte vectors, 256 threads a block, at most kMostBlocks, so that all of them are
-// on the GPU at once: strips of vectors go to them in turn. `turns` has of each block the third and
-// the number of strips of its last launch: all ranks launch as many blocks, in the same order. `out`
-// may be `x`. Two -0 in the same four bytes are added as +0. Shared memory: none. A rank that never
-// comes is waited for for ever.
+// Parallelisation: 16-byte vectors, 256 threads a block, at most kMostBlocks, so that all of them
+// are on the GPU at once: strips of vectors go to them in turn. `turns` has of each block the third
+// and the number of strips of its last launch: all ranks launch as many blocks, in the same order.
+// `out` may be `x`. Two -0 in the same four bytes are added as +0. Shared memory: none. A rank that
+// never comes is waited for for ever.
 
 #include "kernel_hub/awaited.cuh"
 #include "kernel_hub/follow_launch.cuh"
