@@ -21,7 +21,9 @@ CSRC = sass.RECORD.parents[2] / "csrc"
 # A loop may grow by this much before it must be looked at and recorded anew.
 MOST_GROWTH = 1.05
 # Kernels that only read and write rows, beside those that multiply.
-ROWS_ONLY = ("_delta", "_convert", "_merge", "_merge_left", "sample")
+ROWS_ONLY = (
+    "_delta", "_convert", "_merge", "_merge_left", "sample", "sum_ranks_fp16", "sum_ranks_bf16",
+)  # fmt: skip
 # Of few rows a warp: their products are mma.sync, which are not counted.
 OF_WARPS = ("decode_attention_sm90", "decode_attention_wide_sm90", "decode_ordered_sm90")
 RECORD = "python tests/ops/record_sass.py"
@@ -85,8 +87,8 @@ def follows(path: Path) -> bool:
     )
 
 
-# Main kernels read tables and first tiles, which are older than the launch before them.
-EARLIER = re.compile(r"flash_attention_backward_sm90_(fp16|bf16)_hdim\d+_rows\d+")
+# Some kernels read tables and first tiles, which are older than the launch before them.
+EARLIER = re.compile(r"flash_attention_backward_sm90_(fp16|bf16)_hdim\d+_rows\d+|sum_ranks_\w+")
 FOLLOWING = sorted(name for name, path in find_sources(CSRC).items() if follows(path))
 
 
