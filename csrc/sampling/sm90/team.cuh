@@ -118,13 +118,7 @@ struct Team {
         constexpr int kVecs = sizeof(Note) / 16;
         const int thread_idx = threadIdx.x;
         Shared& s = shared.s;
-        if (size > 1) {
-            __syncwarp();
-            cluster_arrive();
-            cluster_wait();
-        } else {
-            __syncthreads();
-        }
+        meet();
         if (thread_idx < size * kVecs) {
             const uint32_t at = shared_address(&shared.mine) + thread_idx % kVecs * 16;
             reinterpret_cast<float4*>(shared.notes)[thread_idx] =
@@ -172,13 +166,7 @@ struct Team {
     // Reads the largest of all blocks' groups.
     __device__ __forceinline__ void exchange_groups() {
         const int num = kNumGroups / size, i = threadIdx.x * 4;
-        if (size > 1) {
-            __syncwarp();
-            cluster_arrive();
-            cluster_wait();
-        } else {
-            __syncthreads();
-        }
+        meet();
         if (i < kNumGroups) {
             *reinterpret_cast<float4*>(&shared.groups[i]) = ld_shared_cluster(
                 cluster_address(shared_address(&shared.own_groups[i % num]), i / num));
@@ -190,6 +178,17 @@ struct Team {
     }
 
   private:
+    // All blocks have written what is read next.
+    __device__ __forceinline__ void meet() const {
+        if (size > 1) {
+            __syncwarp();
+            cluster_arrive();
+            cluster_wait();
+        } else {
+            __syncthreads();
+        }
+    }
+
     // Of which block's warp a piece is: pieces of a row go around the warps of the cluster.
     __device__ __forceinline__ void read_masses() {
         const int thread_idx = threadIdx.x, piece = thread_idx % kPieces;

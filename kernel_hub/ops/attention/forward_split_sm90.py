@@ -7,7 +7,6 @@ the kernels of csrc/attention/flash_attention_split_sm90.cu.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +17,14 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import split_costs as costs
-from .problem import Problem, lse_strides_of, packed_tensor_map, strides_of, tensor_map
+from .problem import (
+    Problem,
+    lse_strides_of,
+    mean_of,
+    packed_tensor_map,
+    strides_of,
+    tensor_map,
+)
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
@@ -159,8 +165,8 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
             return False  # that one tells tiny scores from others, these do not
         num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
         every = (costs.whole_prompts_us(x, width, block_m, block_n, num_sms) for x in sizes)
-        return best_way(problem, block_m).us < _mean(every)
-    return best_way(problem).us < _mean(whole_us(problem, whole, width))
+        return best_way(problem, block_m).us < mean_of(every)
+    return best_way(problem).us < mean_of(whole_us(problem, whole, width))
 
 
 def is_crowded(problem: Problem, block_m: int) -> bool:
@@ -178,12 +184,6 @@ def whole_us(problem: Problem, whole: Stated, width: int) -> tuple[float, ...]:
     block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
     every = costs.sizes_of(problem)
     return tuple(costs.whole_us(each, width, block_m, block_n, num_sms) for each in every)
-
-
-def _mean(estimates: Iterable[float]) -> float:
-    """Of what may be, which differs by factors."""
-    every = tuple(estimates)
-    return math.prod(every) ** (1 / len(every))
 
 
 def _tile(problem: Problem, body: Body) -> costs.PackedTile:
@@ -228,14 +228,14 @@ def best_way(problem: Problem, whole_rows: int = 0) -> Way:
             return Way(body, tile, math.inf, 0.0)
         if is_packed:
             every = (costs.packed_prompts_us(x, tile, whole_rows, num_sms) for x in sizes)
-            tiles = math.inf if body.has_few_rows else _mean(every)  # not for whole prompts
+            tiles = math.inf if body.has_few_rows else mean_of(every)  # not for whole prompts
             ways.append(Way(body, tile, math.inf, tiles))
             continue
         places = _places(tile, num_sms)
-        shares = _mean(costs.split_us(each, tile, places) for each in sizes)
+        shares = mean_of(costs.split_us(each, tile, places) for each in sizes)
         tiles = math.inf  # whole prompts': forward_sm90 knows the order
         if not sizes[0].is_prompt:
-            tiles = _mean(costs.tiles_us(each, tile, places) for each in sizes)
+            tiles = mean_of(costs.tiles_us(each, tile, places) for each in sizes)
         ways.append(Way(body, tile, shares, tiles))
     return min(ways, key=lambda way: way.us)
 

@@ -7,6 +7,7 @@ rows of heads lie in memory: strides, and the tensor maps of Hopper's kernels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -304,6 +305,12 @@ class Sizes(NamedTuple):
     def is_prompt(self) -> bool:
         """Whether most of its keys are its queries' own."""
         return self.mean < 2 * self.seqlen_q
+
+
+def mean_of(estimates: Iterable[float]) -> float:
+    """Of what may be, which differs by factors: an estimate for each of `sizes_of`."""
+    every = tuple(estimates)
+    return math.prod(every) ** (1 / len(every))
 
 
 def sizes_of(problem: Problem) -> tuple[Sizes, ...]:

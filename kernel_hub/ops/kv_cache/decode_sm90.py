@@ -6,14 +6,12 @@ run is `attention/forward_sm90.py`.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ..attention import forward_sm90 as sm90
 from ..attention import forward_split_sm90 as split
 from ..attention import split_costs as costs
-from ..attention.problem import Problem
+from ..attention.problem import Problem, mean_of
 from ..core.device import device_of
 from ..core.launch import Launch
 from .decode_plan import DecodeGiven, Variant
@@ -93,11 +91,10 @@ def decode_us(problem: Problem, block_rows: int) -> float:
     every = costs.sizes_of(problem)
     if rows <= block_rows:
         start_us, part = (_START_US, _ASKEW) if rows <= _FEW_ROWS else (_ROWS32_START_US, _ROWS32)
-        us = (start_us + costs.key_bytes(each) / (part * each.bytes_a_us) for each in every)
-        return math.prod(us) ** (1 / len(every))
-    reads_us = (-(-rows // block_rows) * costs.key_bytes(each) / _BYTES_A_US for each in every)
+        return mean_of(start_us + costs.key_bytes(x) / (part * x.bytes_a_us) for x in every)
     start_us = _START_US if problem.window[0] < 0 else _WINDOW_START_US
-    return math.prod(start_us + each for each in reads_us) ** (1 / len(every))
+    reads = -(-rows // block_rows)
+    return mean_of(start_us + reads * costs.key_bytes(x) / _BYTES_A_US for x in every)
 
 
 def plan(given: DecodeGiven) -> Launch:
