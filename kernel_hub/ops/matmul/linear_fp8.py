@@ -204,6 +204,7 @@ def dequantised(
     return wide * factors
 
 
+@common.in_own_dtypes
 def _cpu_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
     sums: int, out: Any, is_given: bool = True, out_dtype: Any = None,

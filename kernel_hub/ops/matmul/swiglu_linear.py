@@ -236,6 +236,7 @@ def cuda_into(
     return out
 
 
+@common.in_own_dtypes
 def cpu_into(
     product: GatedProduct, a: torch.Tensor, b: torch.Tensor, how: Gating, out: torch.Tensor | None,
     is_given: bool = True,

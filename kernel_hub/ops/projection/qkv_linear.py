@@ -304,6 +304,7 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
         bounds.report(x)
 
 
+@common.in_own_dtypes
 def _cpu_into(given: QkvGiven, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     check(given)
