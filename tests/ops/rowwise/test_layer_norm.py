@@ -261,6 +261,12 @@ def test_rms_norm_needs_a_weight() -> None:
         rms_norm(X, None, bias=W)  # type: ignore[call-overload]
 
 
+def test_both_dtypes_of_a_weight_are_named() -> None:
+    for norm in (layer_norm, rms_norm):
+        with pytest.raises(TensorError, match="weight: expected dtype bfloat16 or float32"):
+            norm(torch.ones(3, 8).bfloat16(), torch.ones(8).half())
+
+
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_quantised_sum_is_refused_by_what_asked_for_it(norm: Any, dtype: torch.dtype) -> None:
