@@ -265,6 +265,7 @@ def qkv_linear(
     out_v: Tensor | None = None, q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
     deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def qkv_linear(
@@ -277,6 +278,7 @@ def qkv_linear(
     out_v: Tensor | None = None, q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
     deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> tuple[Tensor, None, None]: ...  # fmt: skip
 @overload
 def quantize_e4m3(

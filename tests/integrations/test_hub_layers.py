@@ -108,10 +108,11 @@ def test_a_layer(name: str, arguments: tuple[Any, ...], is_compiled: bool) -> No
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @torch.no_grad()
-def test_rotation(unsqueeze_dim: int, rows: int) -> None:
-    from transformers.models.llama import modeling_llama
-
+def test_rotation(family: str, unsqueeze_dim: int, rows: int) -> None:
+    """gpt-oss' tables have one half of what the others' have."""
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     from kernel_hub.integrations.kernels.layers import RotaryPosEmb
 
     torch.manual_seed(0)
@@ -119,10 +120,10 @@ def test_rotation(unsqueeze_dim: int, rows: int) -> None:
     q, k = (torch.randn(shape).bfloat16() for shape in shapes)
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    angles = torch.randn(rows, 7, 16).repeat(1, 1, 2)
+    angles = torch.randn(rows, 7, 16).repeat(1, 1, 1 if family == "gpt_oss" else 2)
     tables = angles.cos().bfloat16(), angles.sin().bfloat16()
     found = RotaryPosEmb()(q, k, *tables, unsqueeze_dim=unsqueeze_dim)
-    rotate = modeling_llama.apply_rotary_pos_emb
+    rotate = modeling.apply_rotary_pos_emb
     own = rotate(q, k, *tables, unsqueeze_dim=unsqueeze_dim)
     wide = [x.double() for x in (q, k, *tables)]
     truth = rotate(*wide, unsqueeze_dim=unsqueeze_dim)

@@ -105,8 +105,9 @@ __device__ __forceinline__ void write_swapped_boxes(const ScaledEpilogue<Out>& e
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float of_column = of_columns[16 * at + 8 * (i / 4) + 2 * (lane % 4) + i % 2];
+            // NOTE: a's scale first, as straight tiles have it: a row's bits are the same by both.
             values[i] =
-                fmaf(values[i] * scales.of_rows[i / 2 % 2], of_column, scales.bias[i / 2 % 2]);
+                fmaf(values[i] * of_column, scales.of_rows[i / 2 % 2], scales.bias[i / 2 % 2]);
         }
         if constexpr (!kIsPlain) {
             activate<Out>(values, epilogue.activation);
@@ -192,7 +193,7 @@ __device__ __forceinline__ void merge_and_write_scaled(const ScaledEpilogue<Out>
         const int to = column + 8 * i + 2 * (threadIdx.x % 4);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            total[e] = fmaf(total[e] * scales.of_rows[e / 2], scales.of_columns[2 * j + e % 2],
+            total[e] = fmaf(total[e] * scales.of_columns[2 * j + e % 2], scales.of_rows[e / 2],
                             scales.bias[e / 2]);
         }
         activate<Out>(total, epilogue.activation);

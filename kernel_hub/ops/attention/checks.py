@@ -245,15 +245,14 @@ def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
             most = problem.k.shape[1]
             if problem.block_table is not None:
                 most *= problem.block_table.shape[1]
-        if any(not 0 <= length <= most for length in lengths):
-            expected = f"lengths from 0 to {most}"
-            raise common.refuse(op, "cache_seqlens", expected, lengths)
+        if any(length > most for length in lengths):  # below 0: a finished or padding row
+            raise common.refuse(op, "cache_seqlens", f"lengths of at most {most}", lengths)
     if problem.block_table is not None:
         num_pages, page_size = problem.k.shape[:2]
         for index, (length, row) in enumerate(
             zip(lengths, problem.block_table.tolist(), strict=True)
         ):
-            used = row[: -(-length // page_size)]
+            used = row[: -(-max(length, 0) // page_size)]
             if any(not 0 <= page < num_pages for page in used):
                 expected = f"pages from 0 to {num_pages - 1} in sequence {index}"
                 raise common.refuse(op, "block_table", expected, used)

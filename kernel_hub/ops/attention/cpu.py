@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core import common
 from .problem import Problem
 
 # Scores held at once, in elements.
@@ -26,6 +27,7 @@ class _Sequence:
     keys: slice
     seqlen_q: int
     seqlen_k: int
+    is_live: bool = True  # not of a length below 0, a finished or padding row
 
 
 def _sequences(problem: Problem) -> Iterator[_Sequence]:
@@ -43,11 +45,14 @@ def _sequences(problem: Problem) -> Iterator[_Sequence]:
     if problem.cache_seqlens is not None:
         lengths = problem.cache_seqlens.tolist()
         keys = [(start, start + length) for (start, _), length in zip(keys, lengths, strict=True)]
+    is_live = [start <= end for start, end in keys]
+    keys = [(start, max(start, end)) for start, end in keys]
     for index in range(batch_size):
         (q_start, q_end), (k_start, k_end) = queries[index], keys[index]
         yield _Sequence(
-            index, slice(q_start, q_end), slice(k_start, k_end), q_end - q_start, k_end - k_start
-        )
+            index, slice(q_start, q_end), slice(k_start, k_end), q_end - q_start, k_end - k_start,
+            is_live[index],
+        )  # fmt: skip
 
 
 def _rows_of(x: torch.Tensor, index: int, rows: slice, is_varlen: bool) -> torch.Tensor:
@@ -116,6 +121,7 @@ def _scores(
     return scores, squashed
 
 
+@common.in_own_dtypes
 def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Write out and lse; rows outside every sequence are left alone."""
     num_kv_heads = problem.k.shape[-2]
@@ -128,7 +134,7 @@ def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> No
             q = _by_kv_head(queries[rows], num_kv_heads)
             scores, _ = _scores(problem, sequence, q, k, rows, cols)
             total = torch.logsumexp(scores, -1, keepdim=True)
-            if problem.sinks is not None:
+            if problem.sinks is not None and sequence.is_live:
                 sinks = problem.sinks.float().view(num_kv_heads, -1, 1, 1)
                 total = torch.logaddexp(total, sinks)
             weights = torch.exp(scores - total.masked_fill(total == -math.inf, 0.0))
@@ -138,6 +144,7 @@ def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> No
                 _lse_of(problem, lse, sequence)[:, rows] = total.squeeze(-1).flatten(0, 1)
 
 
+@common.in_own_dtypes
 def backward(
     problem: Problem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor,
     dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool, plans: object = None,

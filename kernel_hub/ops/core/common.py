@@ -5,9 +5,10 @@ Knows nothing of any one op.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -196,6 +197,17 @@ def split_rows(
             "call .contiguous() first"
         )
     return outer, rows, [(pair[0], pair[1]) for pair in pairs]
+
+
+def in_own_dtypes(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, of CPU tensors, whose products torch.autocast would round to bf16: kernels do not."""
+
+    @functools.wraps(run)
+    def run_as_written(*arguments: Any, **options: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return run(*arguments, **options)
+
+    return run_as_written
 
 
 def is_debugging() -> bool:

@@ -358,6 +358,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         bounds.report(q)
 
 
+@common.in_own_dtypes
 def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     given = _given(*arguments)

@@ -246,6 +246,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         bounds.report(q)
 
 
+@common.in_own_dtypes
 def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     """The same on the CPU, by torch, in fp32: sequence by sequence."""
     given = MlaGiven(*arguments)

@@ -138,6 +138,7 @@ def _cuda_into(
     return launch(found, at, (a, b), out, is_given, None)
 
 
+@common.in_own_dtypes
 def _cpu_into(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, is_given: bool = True,
     out_dtype: torch.dtype | None = None,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ...errors import TensorError
 from ..core import common
 
 
@@ -50,25 +51,48 @@ def check_results(
         common.check_like(op, "residual", residual, shape, like, dtypes=(dtype,))
 
 
+def row_strides(
+    op: str, sizes: Sequence[int], tensors: Mapping[str, torch.Tensor]
+) -> tuple[int, list[int]]:
+    """(rows, the stride of rows in each tensor), refusing rows that are not evenly spaced.
+
+    sizes: the leading dimensions of all; tensors: by their names, the first says how many may be.
+    """
+    first, strides = next(iter(tensors)), []
+    for argument, x in tensors.items():
+        try:
+            (m,), ((stride,),) = common.collapse(op, sizes, [x.stride()[: len(sizes)]], groups=1)
+        except TensorError:
+            expected = "evenly spaced rows (call .contiguous() first)"
+            raise common.refuse(op, argument, expected, x) from None
+        strides.append(stride)
+    if m > common.MAX_SIZE:
+        raise common.refuse(op, first, f"at most {common.MAX_SIZE} rows", tensors[first])
+    return m, strides
+
+
+def misaligned(op: str, argument: str, x: torch.Tensor) -> TensorError:
+    """The refusal of an `x` whose rows do not begin where kernels read them."""
+    behind = x.data_ptr() % common.VEC_BYTES
+    found = f"{common.say(x)}, {behind} bytes behind one" if behind else x
+    expected = f"rows that begin at multiples of {common.VEC_BYTES} bytes (copy it first)"
+    return common.refuse(op, argument, expected, found)
+
+
 def rows_and_strides(
-    op: str, a: torch.Tensor, argument: str, b: torch.Tensor, *others: torch.Tensor
-) -> tuple[int, tuple[int, ...], int]:
+    op: str, a: torch.Tensor, argument: str, b: torch.Tensor, *, a_name: str = "a",
+    **others: torch.Tensor,
+) -> tuple[int, tuple[int, ...], int]:  # fmt: skip
     """(rows of a, the row strides of a and of `others`, that of b), refusing misaligned rows.
 
     others: tensors with the leading dimensions of a.
     """
     k = a.shape[-1]
-    (m,), columns = common.collapse(
-        op, a.shape[:-1], [x.stride()[: a.dim() - 1] for x in (a, *others)], groups=1
-    )
-    if m > common.MAX_SIZE:
-        raise common.refuse(op, "a", f"at most {common.MAX_SIZE} rows", a)
-    a_stride, *strides = (column[0] for column in columns)
+    m, (a_stride, *strides) = row_strides(op, a.shape[:-1], {a_name: a, **others})
     a_stride = k if m == 1 else a_stride
     b_stride = k if b.shape[0] == 1 else b.stride(0)
-    for name, x, stride in (("a", a, a_stride), (argument, b, b_stride)):
+    for name, x, stride in ((a_name, a, a_stride), (argument, b, b_stride)):
         is_aligned = stride * x.element_size() % common.VEC_BYTES == 0
         if x.numel() and (not is_aligned or x.data_ptr() % common.VEC_BYTES):
-            expected = "rows that begin at multiples of 16 bytes (copy it first)"
-            raise common.refuse(op, name, expected, x)
+            raise misaligned(op, name, x)
     return m, (a_stride, *strides), b_stride

@@ -10,6 +10,7 @@ import torch
 
 from ..core import bounds, common
 from ..core.tensor_maps import Boxes, tensor_map
+from .checks import misaligned
 from .linear_launch import ALONE, workspace
 from .tiles import BLOCK_K, TileChoice
 
@@ -123,6 +124,4 @@ def launch_of(
 def check_rows(op: str, argument: str, tensor: torch.Tensor, layout: OperandLayout) -> None:
     """Rows must begin at multiples of 16 bytes."""
     if tensor.numel() and (layout.spans % 8 or tensor.data_ptr() % common.VEC_BYTES):
-        raise common.refuse(
-            op, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
-        )
+        raise misaligned(op, argument, tensor)

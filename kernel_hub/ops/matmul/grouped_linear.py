@@ -150,6 +150,7 @@ def _cuda_into(
     return out
 
 
+@common.in_own_dtypes
 def _cpu_into(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
     activation: int, batch_invariant: bool, out: torch.Tensor | None, is_given: bool = True,

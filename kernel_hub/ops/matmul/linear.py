@@ -139,6 +139,7 @@ def _cuda_into(
     return launch(found, at, tensors, out, is_given, residual)
 
 
+@common.in_own_dtypes
 def _cpu_into(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
     residual: torch.Tensor | None, batch_invariant: bool, weights_ready: bool,

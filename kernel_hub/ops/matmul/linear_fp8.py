@@ -137,8 +137,12 @@ def plan_launch(
     n, k = b.shape
     # One scale for each row of a, or none of its own.
     has_rows = a_scale is not None and (has_blocks or a_scale.numel() > 1)
-    given = [out, *([a_scale] if has_rows else ()), *(() if residual is None else [residual])]
-    m, (a_stride, out_stride, *more), b_stride = rows_and_strides(_OP, a, "b", b, *given)
+    given = {"out": out}
+    if has_rows:
+        given["a_scale"] = a_scale
+    if residual is not None:
+        given["residual"] = residual
+    m, (a_stride, out_stride, *more), b_stride = rows_and_strides(_OP, a, "b", b, **given)
     a_scale_stride = more[0] if has_rows else 0
     residual_stride = 0 if residual is None else more[-1]
     for argument, tensor, stride in (("a", a, a_stride), ("b", b, b_stride)):
@@ -204,6 +208,7 @@ def dequantised(
     return wide * factors
 
 
+@common.in_own_dtypes
 def _cpu_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
     sums: int, out: Any, is_given: bool = True, out_dtype: Any = None,

@@ -14,6 +14,7 @@ from ..core.counters import counters
 from ..core.device import SM80, device_of, overlaps_launches
 from ..core.launch import Launch
 from ..core.tensor_maps import Boxes, tensor_map
+from .checks import misaligned, row_strides
 from .linear_fp32_plan import choose as choose_fp32
 from .linear_plan import MAX_SPLIT_TILES, choose
 from .tiles import BLOCK_K, TileChoice
@@ -75,13 +76,11 @@ def plan_launch(
     if out.numel() == 0:
         return LinearLaunch(None)
     k, n = a.shape[-1], b.shape[0]
-    tensors = [a, out] if residual is None else [a, out, residual]
-    (m,), columns = common.collapse(
-        _OP, a.shape[:-1], [tensor.stride()[:-1] for tensor in tensors], groups=1
-    )
-    if m > common.MAX_SIZE:
-        raise common.refuse(_OP, "a", f"at most {common.MAX_SIZE} rows", a)
-    a_stride, out_stride, residual_stride = (*(column[0] for column in columns), 0)[:3]
+    tensors = {"a": a, "out": out}
+    if residual is not None:
+        tensors["residual"] = residual
+    m, strides = row_strides(_OP, a.shape[:-1], tensors)
+    a_stride, out_stride, residual_stride = (*strides, 0)[:3]
     b_stride = b.stride(0)
     if m == 1:
         a_stride = k
@@ -94,9 +93,7 @@ def plan_launch(
             continue
         is_aligned = False
         if not is_fp32:
-            raise common.refuse(
-                _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
-            )
+            raise misaligned(_OP, argument, tensor)
     capability, num_sms, name = device_of(a.device)[:3]
     overlaps = [(m, a_stride, k), (n, b_stride, k)]
     if residual is not None:

@@ -177,7 +177,7 @@ class GatedProduct:
         if out.numel() == 0:
             return Launch()
         k, columns = a.shape[-1], b.shape[0] // 2
-        m, (a_stride, out_stride), b_stride = rows_and_strides(self.op, a, self.weight, b, out)
+        m, (a_stride, out_stride), b_stride = rows_and_strides(self.op, a, self.weight, b, out=out)
         n = -(-columns // 8) * GROUP_ROWS
         # From a row of b to the next of the gate, and to that of up.
         step, half = (2, 1) if how.interleaved else (1, columns)
@@ -236,6 +236,7 @@ def cuda_into(
     return out
 
 
+@common.in_own_dtypes
 def cpu_into(
     product: GatedProduct, a: torch.Tensor, b: torch.Tensor, how: Gating, out: torch.Tensor | None,
     is_given: bool = True,

@@ -1,4 +1,4 @@
-"""qkv_linear as two launches: a product by linear, then append_kv, which norms heads too."""
+"""qkv_linear as two launches: linear, then append_kv, which norms heads and writes e4m3 too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def into(given: QkvGiven) -> None:
     appended = AppendGiven(
         k, v, k_cache, v_cache, given.cache_seqlens, given.block_table, given.slot_mapping,
         given.cu_seqlens, q, given.cos, given.sin, positions, given.interleaved, given.rotary_dim,
-        k_scale=None, v_scale=None, out_q=out_q, out_k=None, q_norm_weight=given.q_norm_weight,
+        given.k_scale, given.v_scale, out_q, out_k=None, q_norm_weight=given.q_norm_weight,
         k_norm_weight=given.k_norm_weight, eps=given.eps, weight_offset=given.weight_offset,
     )  # fmt: skip
     append_for(OP, appended)

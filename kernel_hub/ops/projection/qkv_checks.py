@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from ..core import common
-from ..core.kv_cache import Tokens, batch_and_seqlen, check_caches
+from ..core.kv_cache import Tokens, batch_and_seqlen, check_cache_scales, check_caches
 from ..core.rotary import check_rotation
 from ..kv_cache.append_checks import check_norm
 
@@ -40,16 +42,23 @@ class QkvGiven(NamedTuple):
     weight_offset: Any = 0.0
     batch_invariant: bool = False
     weights_ready: bool = False
+    k_scale: Any = None
+    v_scale: Any = None
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         """Those of them that are tensors."""
-        return self[:15] + self[19:21]
+        return self[:15] + self[19:21] + self[25:]
 
     @property
     def is_normed(self) -> bool:
         """Whether heads of q or of k are."""
         return not (self.q_norm_weight is self.k_norm_weight is None)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the caches are e4m3."""
+        return self.k_cache is not None and self.k_cache.dtype == torch.float8_e4m3fn
 
     @property
     def head_dim(self) -> int:
@@ -88,8 +97,11 @@ def check(given: QkvGiven) -> None:
     _check_rotation(given)
     _check_norm(given)
     tokens.check_positions(given.cos, given.positions, given.cu_seqlens)
-    for name in ("bias", "out_q", "out_k", "out_v", "k_cache", "v_cache"):
+    for name in ("bias", "out_q", "out_k", "out_v"):
         _check_aligned(name, getattr(given, name))
+    if not given.is_quantised:  # append_kv writes those, to any strides
+        _check_aligned("k_cache", given.k_cache)
+        _check_aligned("v_cache", given.v_cache)
 
 
 def check_heads(x: Any, w: Any, num_heads: Any, num_kv_heads: Any) -> None:
@@ -116,7 +128,7 @@ def _check_targets(given: QkvGiven, tokens: Tokens) -> None:
     shape = (*leading, given.num_kv_heads, head_dim)
     outs = [("out_q", given.out_q, (*leading, given.num_heads, head_dim))]
     if k_cache is None:
-        for argument in ("v_cache", "block_table", "slot_mapping"):
+        for argument in ("v_cache", "block_table", "slot_mapping", "k_scale", "v_scale"):
             if getattr(given, argument) is not None:
                 expected = "None where k_cache is None"
                 raise common.refuse(OP, argument, expected, getattr(given, argument))
@@ -127,7 +139,8 @@ def _check_targets(given: QkvGiven, tokens: Tokens) -> None:
                 expected = "None, as keys and values go into the cache"
                 raise common.refuse(OP, argument, expected, getattr(given, argument))
         heads = (given.num_kv_heads, head_dim)
-        check_caches(OP, k_cache, given.v_cache, heads, x, (x.dtype,))
+        check_caches(OP, k_cache, given.v_cache, heads, x, (x.dtype, torch.float8_e4m3fn))
+        check_cache_scales(OP, k_cache, given.k_scale, given.v_scale, x)
         if x.dim() == 2 and given.cu_seqlens is None and given.slot_mapping is None:
             expected = "cu_seqlens or slot_mapping with it, or shape (batch, seqlen, hidden_size)"
             raise common.refuse(OP, "x", expected, x)

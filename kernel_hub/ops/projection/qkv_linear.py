@@ -26,7 +26,7 @@ from .qkv_checks import OP, QkvGiven, check, check_heads
 _is_tracing = torch.compiler.is_dynamo_compiling
 _OPTIONAL = (
     "bias cos sin positions k_cache v_cache cache_seqlens block_table slot_mapping cu_seqlens "
-    "out_q out_k out_v q_norm_weight k_norm_weight"
+    "out_q out_k out_v q_norm_weight k_norm_weight k_scale v_scale"
 )
 _operands = common.Operands(OP, "x w_qkv", _OPTIONAL)
 _writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k out_v")
@@ -45,16 +45,17 @@ def qkv_linear(
     out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6, weight_offset: float = 0.0, deterministic: bool | Literal["batch"] = False,
-    weights_ready: bool = False,
+    weights_ready: bool = False, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Project tokens to queries, keys and values, rotate, and write keys and values to a cache.
 
         q, k, v = (x @ w_qkv.T + bias) as heads;  q, k rotated as by `rope`;  k, v as by `append_kv`
 
     in one launch, with fp32 sums and rotation, rounded once; or, where it is quicker (some tens to
-    hundreds of tokens on Hopper) and where heads are normed, in two, as `linear` and `append_kv`,
-    rounded in between. Token i of sequence b is number n = cache_seqlens[b] + i of it, and its
-    keys and values go to
+    hundreds of tokens on Hopper), where heads are normed and where caches are e4m3, in two, as
+    `linear` and `append_kv`, rounded in between. Token i of sequence b is number
+    n = cache_seqlens[b] + i of it, and its keys and values go to
 
         slot_mapping:  page, row = divmod(slot_mapping[token], page_size)
         block_table:   page, row = block_table[b, n // page_size], n % page_size
@@ -73,7 +74,8 @@ def qkv_linear(
     interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (GPT-NeoX, Llama).
     rotary_dim: None is 2 * cos.shape[-1]; a multiple of 16.
     k_cache, v_cache: (num_pages, page_size, num_kv_heads, head_dim), or without slot_mapping and
-        block_table (batch, max_seqlen, num_kv_heads, head_dim); dtype of x.
+        block_table (batch, max_seqlen, num_kv_heads, head_dim); dtype of x, or float8_e4m3fn,
+        which takes value / scale, saturated.
     cache_seqlens: (batch,) int32, the tokens of each sequence before these; None: none.
     block_table: (batch, max_pages) int32.
     slot_mapping: int32 or int64, one for each token; -1 skips it.
@@ -85,6 +87,7 @@ def qkv_linear(
     deterministic: "batch": a token's bits depend on it alone, not on how many there are: one way
         for any number of them.
     weights_ready: a promise that no launch just ahead writes w_qkv, as of `linear`.
+    k_scale, v_scale: (num_kv_heads,) fp32, only with e4m3 caches; None: 1.
 
     Returns (out_q, out_k, out_v); with a cache the last two are None. Rows of out_q whose token is
     outside every sequence, or of a finished one, are not written. A CUDA tensor runs a shipped
@@ -102,7 +105,7 @@ def qkv_linear(
     num_kv_heads = common.check_count(OP, "num_kv_heads", num_kv_heads, least=1)
     optional = (
         bias, cos, sin, positions, k_cache, v_cache, cache_seqlens, block_table, slot_mapping,
-        cu_seqlens, out_q, out_k, out_v, q_norm_weight, k_norm_weight,
+        cu_seqlens, out_q, out_k, out_v, q_norm_weight, k_norm_weight, k_scale, v_scale,
     )  # fmt: skip
     plain = _operands.are_plain((x, w_qkv), optional)
     batch_invariant = deterministic is not False and common.is_batch(OP, deterministic)
@@ -128,7 +131,7 @@ def qkv_linear(
     values = (
         x, w_qkv, *optional[:10], out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
         rotary_dim, q_norm_weight, k_norm_weight, eps, weight_offset, batch_invariant,
-        bool(weights_ready),
+        bool(weights_ready), k_scale, v_scale,
     )  # fmt: skip
     if not plain:
         if not _is_tracing():
@@ -212,10 +215,14 @@ def _plan(given: QkvGiven) -> Launch:
     batch_size, seqlen = given.batch_and_seqlen
     if given.out_q.numel() == 0 or batch_size == 0:
         return Launch()
-    if given.is_normed:
+    if given.is_normed or given.is_quantised:
+        rows_and_strides(OP, x, "w_qkv", w, a_name="x")  # which linear would call a and b
         return Launch(APART)
-    outs = [out for out in (given.out_q, given.out_k, given.out_v) if out is not None]
-    m, (x_stride, q_stride, *kv_strides), w_stride = rows_and_strides(OP, x, "w_qkv", w, *outs)
+    named = {"out_q": given.out_q, "out_k": given.out_k, "out_v": given.out_v}
+    outs = {name: out for name, out in named.items() if out is not None}
+    m, (x_stride, q_stride, *kv_strides), w_stride = rows_and_strides(
+        OP, x, "w_qkv", w, a_name="x", **outs
+    )
     paired_dim = _paired_dim(given)
     # Rows that overlap, and pairs in part of a head: pointers, no tensor maps.
     is_spaced = (m == 1 or x_stride >= k) and w_stride >= k
@@ -226,9 +233,8 @@ def _plan(given: QkvGiven) -> Launch:
     if choice is APART:
         return Launch(APART)
     if k_cache is None:  # page_size 0: keys and values lie as tokens do
-        caches = [
-            (0, stride, out.stride(-2)) for stride, out in zip(kv_strides, outs[1:], strict=True)
-        ]
+        kv = given.out_k, given.out_v
+        caches = [(0, stride, x.stride(-2)) for stride, x in zip(kv_strides, kv, strict=True)]
         pages = (0, 0)
     else:
         caches = [tensor.stride()[:3] for tensor in (k_cache, given.v_cache)]
@@ -304,6 +310,7 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
         bounds.report(x)
 
 
+@common.in_own_dtypes
 def _cpu_into(given: QkvGiven, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     check(given)
@@ -335,8 +342,8 @@ def _cpu_into(given: QkvGiven, is_given: bool = True) -> None:
         tokens.assign(given.out_k, k)
         tokens.assign(given.out_v, v)
         return
-    tokens.store(given.k_cache, k)
-    tokens.store(given.v_cache, v)
+    tokens.store(given.k_cache, k, given.k_scale)
+    tokens.store(given.v_cache, v, given.v_scale)
 
 
 _op = common.define_given(
@@ -345,6 +352,7 @@ _op = common.define_given(
     "Tensor? slot_mapping, Tensor? cu_seqlens, Tensor(c!) out_q, Tensor(d!)? out_k, "
     "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim, "
     "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, "
-    "float weight_offset=0.0, bool batch_invariant=False, bool weights_ready=False) -> ()",
+    "float weight_offset=0.0, bool batch_invariant=False, bool weights_ready=False, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
     QkvGiven, cuda=_cuda_into, cpu=_cpu_into, check=check,
 )  # fmt: skip

@@ -152,6 +152,10 @@ class Norm:
             dtype = out_dtype
         elif out is not None:
             dtype = out.dtype
+        if given.adds_after and dtype in QUANTISED:
+            argument, found = ("out", out) if out_dtype is None else ("out_dtype", dtype)
+            expected = f"dtype {given.x.dtype}, as adds_after is set"
+            raise common.refuse(op, argument, expected, found)
         if dtype not in QUANTISED and outs.out_scale is not None:
             raise TensorError(f"{op}: out_scale is given, but out is not quantised")
 

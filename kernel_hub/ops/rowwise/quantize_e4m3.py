@@ -20,6 +20,7 @@ _BLOCK = 128
 # How many rows and columns share a scale; 0: all of them.
 _SHARED = {"tensor": (0, 0), "row": (1, 0), "1x128": (1, _BLOCK), "128x128": (_BLOCK, _BLOCK)}
 _MOST, _LEAST = 448.0, 1e-12
+_NOTHING = _LEAST / _MOST  # the scale of no elements
 # Of a contiguous tensor whose largest is looked for: wide enough for four loads a thread.
 _FOLDED = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8)
 _ROWS_AT_ONCE, _TILE_THREADS = 4, 256
@@ -113,7 +114,8 @@ def _check(x: Any, scale: Any, per: str, out: Any = None, out_scale: Any = None)
         if value is None:
             continue
         common.check_fp32(_OP, argument, value, x)
-        if tuple(value.shape) not in ((shape, ()) if per == "tensor" else (shape,)):
+        found = tuple(value.shape)  # no `in`: Dynamo compares no tuples of symbols there
+        if found != shape and not (per == "tensor" and found == ()):
             raise common.refuse(_OP, argument, f"shape {shape}, as per={per!r}", value)
     if out_scale is not None:
         common.check_output(_OP, "out_scale", out_scale)
@@ -254,6 +256,8 @@ def _cuda_into(x: Any, per: str, out: Any, out_scale: Any, is_given: bool = True
         _run(launches[1], (out, x, out_scale), *checked)
     elif launches:
         _run(launches[0], (out, out_scale, x), *checked)
+    else:
+        out_scale.fill_(_NOTHING)
 
 
 def _cuda_given_into(x: Any, scale: Any, per: str, out: Any, is_given: bool = True) -> None:
@@ -294,10 +298,12 @@ def _cpu_into(x: Any, per: str, out: Any, out_scale: Any, is_given: bool = True)
     _check(x, None, per, out, out_scale)
     if is_given:
         _writes.check(out, out_scale, x, None)
-    if x.numel():
-        scale = _largest(x.float(), per).clamp_min(_LEAST) / _MOST
-        out_scale.copy_(scale.reshape(out_scale.shape))
-        _cpu_given_into(x, out_scale, per, out, False)
+    if x.numel() == 0:
+        out_scale.fill_(_NOTHING)
+        return
+    scale = _largest(x.float(), per).clamp_min(_LEAST) / _MOST
+    out_scale.copy_(scale.reshape(out_scale.shape))
+    _cpu_given_into(x, out_scale, per, out, False)
 
 
 def _cpu_given_into(x: Any, scale: Any, per: str, out: Any, is_given: bool = True) -> None:

@@ -167,6 +167,10 @@ def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: An
     hidden_size = x.shape[-1]
     if hidden_size > common.MAX_SIZE:
         raise common.refuse(_OP, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
+    common.check_tensor(_OP, "weight", weight)
+    if weight.dtype != x.dtype:  # fp32 beside 16 bits goes to norm.py, if anything else fits
+        dtypes = common.named(dict.fromkeys((x.dtype, torch.float32)))
+        raise common.refuse(_OP, "weight", f"dtype {dtypes}", weight)
     common.check_like(_OP, "weight", weight, (hidden_size,), x)
     if residual is None and residual_out is not None:
         raise TensorError(f"{_OP}: residual_out is given without residual")

@@ -45,7 +45,9 @@ def rope(
     cos, sin: (max_position, rotary_dim // 2), fp32 or the dtype of q; rows evenly strided, the same
         for both (the halves of one cos_sin cache will do). Or, without positions, a row a token as
         transformers has them, (batch or 1, seqlen, rotary_dim), both halves alike: the second is
-        not read. `kernel_hub.ops.rotary` makes either.
+        not read. `kernel_hub.ops.rotary` makes either. gpt-oss' have one half alone: (batch or 1,
+        seqlen, rotary_dim // 2), with rotary_dim given. Of Cohere's, whose neighbours are alike,
+        pass such a half, `cos[..., ::2].contiguous()`.
     positions: int32 or int64, the leading dimensions of q, or (seqlen,) for all of them; None is
         0 .. seqlen - 1. A position outside the table gives NaN in what is rotated.
     interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (GPT-NeoX, Llama).
@@ -98,11 +100,12 @@ def _check(
             raise common.refuse(op, argument, "shape (..., seqlen, num_heads, head_dim)", value)
     common.check_like(op, "k", k, (*q.shape[:-2], k.shape[-2], q.shape[-1]), q)
     common.check_tensor(op, "cos", cos)
-    if cos.dim() == 3:
+    has_rows_a_token = cos.dim() == 3
+    if has_rows_a_token:
         cos, sin = _rows_a_token(q, cos, sin, positions, rotary_dim)
     check_rotation(op, cos, sin, interleaved, rotary_dim, q.shape[-1], q)
     if positions is None:
-        if cos.shape[0] < q.shape[-3]:
+        if not has_rows_a_token and cos.shape[0] < q.shape[-3]:
             raise common.refuse(op, "cos", f"at least seqlen = {q.shape[-3]} rows", cos)
     else:
         common.check_tensor(op, "positions", positions)
@@ -123,9 +126,12 @@ def _rows_a_token(q: Any, cos: Any, sin: Any, positions: Any, rotary_dim: Any) -
     batch, seqlen = q.shape[:-3].numel(), q.shape[-3]
     for argument, table in (("cos", cos), ("sin", sin)):
         common.check_tensor(_OP, argument, table)
-        if tuple(table.shape) not in ((1, seqlen, rotary_dim), (batch, seqlen, rotary_dim)):
+        rows, tokens, columns = table.shape
+        is_whole = columns == rotary_dim or 2 * columns == rotary_dim
+        if not is_whole or tokens != seqlen or (rows != 1 and rows != batch):
             expected = (
-                f"shape (max_position, rotary_dim // 2), or ({batch} or 1, {seqlen}, rotary_dim)"
+                f"shape (max_position, rotary_dim // 2), or ({batch} or 1, {seqlen}, rotary_dim or "
+                "half of it)"
             )
             raise common.refuse(_OP, argument, expected, table)
         even = (0, seqlen * table.stride(1))
@@ -299,6 +305,8 @@ def _cpu_into(
     _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
     if is_given:
         _writes.check(out_q, out_k, q, k, cos, sin, positions)
+    if q.numel() + k.numel() == 0:
+        return
     if positions is None:
         positions = torch.arange(q.shape[-3], device=q.device)
     if cos.dim() == 3:

@@ -135,6 +135,11 @@ class Verification:
         batch, positions, vocab_size = logits.shape
         if max(vocab_size, batch * positions) > common.MAX_SIZE:
             raise common.refuse(op, "target_logits", f"sizes of at most {common.MAX_SIZE}", logits)
+        ids = given.draft_ids
+        common.check_tensor(op, "draft_ids", ids)
+        if ids.dim() == 2 and ids.shape[0] == batch and ids.shape[1] != positions - 1:
+            expected = f"shape {(batch, positions - 1)}, one less than target_logits has positions"
+            raise common.refuse(op, "draft_ids", expected, ids)
         of_drafts = (batch, positions - 1)
         for argument, shape, dtypes in (
             ("draft_ids", of_drafts, _INT64), ("parents", of_drafts, _INT32),

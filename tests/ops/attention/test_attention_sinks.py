@@ -180,3 +180,26 @@ def test_the_reference_on_the_cpu(number: int) -> None:
 
 def test_infinity_and_nan_on_the_cpu() -> None:
     check_infinity_and_nan(Way("cpu", "cpu"))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("page_size", [0, 1, 7])
+def test_finished_rows_on_the_cpu(
+    with_sinks: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of lengths below 0, which no check of values refuses."""
+    monkeypatch.setenv("KERNEL_HUB_DEBUG", "1")
+    q, kv = torch.randn(3, 2, 4, 16), torch.randn(3, 7, 2, 16)
+    lengths = torch.tensor([-1, 5, -(2**31)], dtype=torch.int32)
+    options: dict[str, Any] = {"sinks": torch.zeros(4) if with_sinks else None}
+    k = kv
+    if page_size:
+        k = kv.reshape(-1, page_size, 2, 16)
+        options["block_table"] = torch.arange(len(k), dtype=torch.int32).view(3, -1)
+        options["block_table"][0] = -1
+    out, lse = flash_attention(
+        q, k, k, causal=True, cache_seqlens=lengths, return_lse=True, **options
+    )
+    assert not bool(out[0::2].any()) and bool((lse[0::2] == -math.inf).all())
+    whole = flash_attention(q[1:2], kv[1:2, :5], kv[1:2, :5], causal=True, sinks=options["sinks"])
+    torch.testing.assert_close(out[1:2], whole)

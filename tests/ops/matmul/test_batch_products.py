@@ -18,6 +18,8 @@ from ways import Way
 from kernel_hub import ops
 from kernel_hub.errors import TensorError
 from kernel_hub.ops.core.device import PlannedGpu, pretend
+from kernel_hub.ops.matmul import linear_fp8_plan
+from kernel_hub.tuning import Row
 
 HALF = (torch.bfloat16, torch.float16)
 E4M3 = torch.float8_e4m3fn
@@ -38,16 +40,19 @@ def _fp32(way: Way, lot: random.Random, n: int, k: int, dtype: torch.dtype) -> R
 
 
 def _fp8(way: Way, lot: random.Random, n: int, k: int, dtype: torch.dtype) -> Rows:
-    b, has_blocks = way.randn(n, k, seed=1).to(E4M3), lot.random() < 0.5
-    fast = not has_blocks and lot.random() < 0.5
-    b_scale = way.randn(-(-n // 128), -(-k // 128), seed=2).abs() if has_blocks else None
+    b, scales = way.randn(n, k, seed=1).to(E4M3), lot.choice(("none", "rows", "blocks"))
+    fast = scales != "blocks" and lot.random() < 0.5
+    shape = {"none": (), "rows": (n,), "blocks": (-(-n // 128), -(-k // 128))}[scales]
+    b_scale = way.randn(*shape, seed=2).abs() if shape else None
+    out_dtype = lot.choice((None, torch.float32))
 
     def run(a: torch.Tensor, d: Any) -> torch.Tensor:
         # Of a row's own numbers, as everything else is.
-        a_scale = a.float().abs().unflatten(1, (-1, 16)).amax(2)[:, :: 128 // 16].contiguous()
+        blocks = a.float().abs().unflatten(1, (-1, 16)).amax(2)[:, :: 128 // 16].contiguous()
+        a_scale = {"none": None, "rows": blocks[:, 0] / 3, "blocks": blocks}[scales]
         return ops.linear(
-            a.to(E4M3), b, a_scale=a_scale if has_blocks else None, b_scale=b_scale,
-            use_fast_accum=fast, deterministic=d,
+            a.to(E4M3), b, a_scale=a_scale, b_scale=b_scale, use_fast_accum=fast,
+            out_dtype=out_dtype, deterministic=d,
         )  # fmt: skip
 
     return run
@@ -140,6 +145,30 @@ def test_rows_emulated(hopper_way: Way, kind: str, index: int) -> None:
     with pretend(PlannedGpu((9, 0), lot.choice((4, 24, 132)))):
         run = KINDS[kind](hopper_way, lot, n, k, dtype)
         check(run, hopper_way.randn(m, k, dtype=dtype), [1, 3, 17, m // 2, m - 1], lot)
+
+
+@pytest.mark.parametrize("mode", ["rows", "one"])
+def test_scales_in_one_order(hopper_way: Way, mode: str) -> None:
+    """Of tiles with either side the rows: a sum times a's scale, then b's, then the bias."""
+    m, n, k = (300, 400, 1152) if hopper_way.is_gpu else (40, 72, 144)
+    a, b = hopper_way.randn(m, k).to(E4M3), hopper_way.randn(n, k, seed=1).to(E4M3)
+    a_scale, b_scale = (
+        hopper_way.randn(rows if mode == "rows" else 1, seed=seed).abs() + 0.1
+        for rows, seed in ((m, 2), (n, 3))
+    )
+    found = {}
+    for name, tile in linear_fp8_plan.VARIANTS.items():
+        if tile.is_fast or tile.splits > 1:
+            continue
+        with linear_fp8_plan.TABLE.forcing(Row(name, {"group": 3, "deals": 0})):
+            found[name] = ops.linear(
+                a, b, a_scale=a_scale, b_scale=b_scale, out_dtype=torch.float32,
+                deterministic="batch",
+            )  # fmt: skip
+    assert len({linear_fp8_plan.VARIANTS[name].swaps for name in found}) == 2
+    first = next(iter(found.values()))
+    for name, each in found.items():
+        same_bits(each, first, name=name)
 
 
 @pytest.mark.parametrize("kind", ["linear", "gated", "qkv", "grouped"])

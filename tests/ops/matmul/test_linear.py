@@ -16,6 +16,7 @@ from product_problems import ACTIVATIONS
 from refused import check_misaligned, check_refused
 from ways import Way
 
+from kernel_hub.errors import TensorError
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_plan
 from kernel_hub.testing.compare import check, product_atol
@@ -315,7 +316,17 @@ def test_refusals(way: Way, case: int) -> None:
 
 def test_misaligned_rows_are_refused(way: Way) -> None:
     b = way.randn(8, 16, dtype=torch.float16)
-    check_misaligned(lambda a: linear(a, b), way.randn(3, 20, dtype=torch.float16))
+    check_misaligned(lambda a: linear(a, b), way.randn(3, 20, dtype=torch.float16), "a", "linear")
+
+
+@pytest.mark.parametrize("name", ["a", "residual", "out"])
+def test_the_rows_that_are_not_evenly_spaced_are_named(way: Way, name: str) -> None:
+    tensors = {"a": way.randn(3, 5, 16).bfloat16(), "b": way.randn(8, 16).bfloat16()}
+    tensors |= {key: way.randn(3, 5, 8).bfloat16() for key in ("residual", "out")}
+    x = tensors[name]
+    tensors[name] = torch.zeros(3, 6, x.shape[-1], dtype=x.dtype, device=x.device)[:, :5]
+    with pytest.raises(TensorError, match=f"^linear: {name}: expected evenly spaced rows"):
+        linear(**tensors)
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])

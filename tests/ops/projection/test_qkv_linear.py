@@ -379,4 +379,6 @@ def test_refusals(way: Way, case: int) -> None:
 
 def test_misaligned_rows_are_refused(way: Way) -> None:
     w = way.randn(128, 16, dtype=torch.float16)
-    check_misaligned(lambda x: call(x, w), way.randn(3, 20, dtype=torch.float16))
+    x, weight = way.randn(3, 20, dtype=torch.float16), way.randn(32)
+    check_misaligned(lambda x: call(x, w), x, "x", "qkv_linear")
+    check_misaligned(lambda x: call(x, w, k_norm_weight=weight), x, "x", "qkv_linear")

@@ -135,3 +135,56 @@ def test_compiled_equals_eager() -> None:
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), run(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_e4m3_caches(way: Way, number: int) -> None:
+    """As linear, then append_kv, to the bit; decode_attention reads what is there."""
+    lot = random.Random(f"e4m3 {number}")
+    heads: Heads = (4, 2, lot.choice((64, 96)))
+    dtype = lot.choice((torch.float16, torch.bfloat16))
+    x, w = inputs(way, (3, 5), 72, heads, dtype)
+    options: dict[str, Any] = {}
+    if lot.random() < 0.5:
+        options |= {f"{name}_norm_weight": way.randn(heads[2]) for name in "qk"}
+    cos, sin = tables(way, 64, torch.float32) if lot.random() < 0.7 else (None, None)
+    if lot.random() < 0.7:
+        options |= {f"{name}_scale": way.randn(2, seed=seed).abs() + 0.01
+                    for seed, name in enumerate("kv")}  # fmt: skip
+    where = {
+        "cache_seqlens": torch.tensor([3, -2, 11], dtype=torch.int32, device=way.device),
+        "block_table": torch.tensor([[4, 0], [1, 2], [3, 5]], dtype=torch.int32).to(way.device),
+    }
+    caches = [
+        torch.full((2, 6, 8, 2, heads[2]), 7.0).to(torch.float8_e4m3fn).to(way.device) for _ in "ab"
+    ]
+    q = qkv_linear(
+        x, w, None, cos, sin, num_heads=4, num_kv_heads=2, k_cache=caches[0][0],
+        v_cache=caches[0][1], **where, **options,
+    )[0]  # fmt: skip
+    joint = linear(x, w).unflatten(-1, (8, heads[2]))
+    parts = joint.split((4, 2, 2), -2)
+    turns = cos is not None or "q_norm_weight" in options
+    expected = append_kv(
+        parts[1], parts[2], caches[1][0], caches[1][1], q=parts[0] if turns else None, cos=cos,
+        sin=sin, **where, **options,
+    )  # fmt: skip
+    expected = parts[0] if expected is None else expected
+    for i in (0, 2):
+        torch.testing.assert_close(q[i], expected[i], rtol=0.05, atol=0.05)
+    if way.is_gpu or way.name == "emulated":
+        same_bits(q[0], expected[0].contiguous())
+        same_bits(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+def test_scales_of_e4m3_caches_are_refused_elsewhere() -> None:
+    x, w, scale = torch.ones(2, 3, 16).half(), torch.ones(4 * 32, 16).half(), torch.ones(1)
+    sizes: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
+    with pytest.raises(TensorError, match="qkv_linear: k_scale: expected None where k_cache is"):
+        qkv_linear(x, w, **sizes, k_scale=scale)
+    caches = [torch.zeros(2, 8, 1, 32).half() for _ in "kv"]
+    with pytest.raises(TensorError, match="v_scale: expected None for a cache of float16"):
+        qkv_linear(x, w, **sizes, k_cache=caches[0], v_cache=caches[1], v_scale=scale)
+    bytes_ = [x.to(torch.float8_e4m3fn) for x in caches]
+    with pytest.raises(TensorError, match=r"k_scale: expected shape \(1,\)"):
+        qkv_linear(x, w, **sizes, k_cache=bytes_[0], v_cache=bytes_[1], k_scale=torch.ones(2))

@@ -237,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eps": -1.0}, "eps: expected at least 0"),
     ({"adds_after": True}, "adds_after is set without residual"),
     ({"adds_after": 2.0, "residual": X}, "adds_after: expected True or False"),
-    ({"residual": X, "adds_after": True, "out_dtype": E4M3}, "out: .* as adds_after is set"),
+    ({"residual": X, "adds_after": True, "out_dtype": E4M3}, "out_dtype: .* as adds_after is set"),
     ({"residual_out": X}, "residual_out is given without a residual added before"),
     ({"out_scale": W[:3]}, "out_scale is given, but out is not quantised"),
     ({"out_dtype": torch.float16}, "out_dtype: expected torch.float32 or torch.float8_e4m3fn or"),
@@ -259,3 +259,21 @@ def test_refused(arguments: dict[str, Any], text: str, norm: Norm) -> None:
 def test_rms_norm_needs_a_weight() -> None:
     with pytest.raises(TensorError, match="rms_norm: weight: expected a torch tensor"):
         rms_norm(X, None, bias=W)  # type: ignore[call-overload]
+
+
+def test_both_dtypes_of_a_weight_are_named() -> None:
+    for norm in (layer_norm, rms_norm):
+        with pytest.raises(TensorError, match="weight: expected dtype bfloat16 or float32"):
+            norm(torch.ones(3, 8).bfloat16(), torch.ones(8).half())
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantised_sum_is_refused_by_what_asked_for_it(norm: Any, dtype: torch.dtype) -> None:
+    x, weight = torch.ones(3, 8), torch.ones(8)
+    options: dict[str, Any] = {"residual": x, "adds_after": True}
+    expected = r"expected dtype torch\.float32, as adds_after"
+    with pytest.raises(TensorError, match=f"out_dtype: {expected}"):
+        norm(x, weight, out_dtype=dtype, **options)
+    with pytest.raises(TensorError, match=f" out: {expected}"):
+        norm(x, weight, out=x.to(dtype), **options)

@@ -149,6 +149,29 @@ def test_nothing_to_do(way: Way, shape: tuple[int, ...], per: str) -> None:
     assert quantize_e4m3(way.randn(*shape), per=per)[0].shape == shape
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
+@each_kind
+def test_the_scale_of_nothing(way: Way, shape: tuple[int, ...], per: str) -> None:
+    """It is written where nothing shares it."""
+    x = way.randn(*shape)
+    scale = torch.full(op._scale_shape(x, per), -7.0, device=way.device)
+    quantize_e4m3(x, per=per, out_scale=scale)
+    assert bool((scale == torch.tensor(1e-12 / 448)).all())
+
+
+@pytest.mark.parametrize("per", KINDS)
+def test_given_scales_of_symbolic_sizes(per: str) -> None:
+    x = torch.randn(2, 11)
+    scale = quantize_e4m3(x, per=per)[1]
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, scale: quantize_e4m3(x, scale, per=per), backend="eager", fullgraph=True,
+        dynamic=True,
+    )  # fmt: skip
+    found, expected = compiled(x, scale), quantize_e4m3(x, scale, per=per)
+    same_bits(found.view(torch.uint8), expected.view(torch.uint8))
+
+
 @pytest.mark.parametrize("per", ["tensor", "row", "1x128"])
 def test_what_linear_takes(per: str) -> None:
     # On the CPU, both by torch.

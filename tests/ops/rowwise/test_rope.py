@@ -192,6 +192,21 @@ def test_a_row_a_token(way: Way, dtype: torch.dtype, interleaved: bool, rotary_d
                 same_bits(rope(q, k, *wide, interleaved=interleaved)[0], out_q)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_half_of_a_row_a_token(
+    way: Way, dtype: torch.dtype, interleaved: bool, rows: int
+) -> None:
+    """As gpt-oss' tables have it: the same bits as of both halves."""
+    q, k = (way.randn(2, 5, heads, 64, dtype=dtype, seed=heads) for heads in (4, 2))
+    half = [way.randn(rows, 5, 32, dtype=dtype, seed=seed) for seed in (7, 8)]
+    whole = [torch.cat((x, x), -1) for x in half]
+    found = rope(q, k, *half, interleaved=interleaved, rotary_dim=64)
+    for each, expected in zip(found, rope(q, k, *whole, interleaved=interleaved), strict=True):
+        same_bits(each, expected)
+
+
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_position_outside_the_table_is_nan(way: Way, interleaved: bool) -> None:
     cos, sin = table(way, 32, torch.float32)
@@ -211,6 +226,14 @@ def test_nothing_to_do(way: Way, shape: tuple[int, ...]) -> None:
     q = way.randn(*shape)
     out_q, out_k = rope(q, q.clone(), cos, sin)
     assert out_q.shape == out_k.shape == q.shape
+
+
+@pytest.mark.parametrize("batch, seqlen", [(0, 3), (2, 0), (0, 0)])
+def test_no_rows_a_token(way: Way, batch: int, seqlen: int) -> None:
+    q = way.randn(batch, seqlen, 4, 64)
+    cos, sin = (way.randn(batch, seqlen, 64) for _ in range(2))
+    for out in rope(q, q, cos, sin):
+        assert out.shape == q.shape
 
 
 def test_large_values_and_inf(way: Way) -> None:

@@ -240,7 +240,7 @@ cases = [run(*each) for each in itertools.product((1, 7, 40), (100, 50257), (Fal
 X, IDS = torch.zeros(3, 3, 40), torch.zeros(3, 2, dtype=torch.int64)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft_ids": IDS.int()}, "draft_ids: expected dtype int64"),
-    ({"draft_ids": IDS[:, :1]}, r"draft_ids: expected shape \(3, 2\)"),
+    ({"draft_ids": IDS[:, :1]}, r"draft_ids: expected shape \(3, 2\), one less than target_logits"),
     ({"target_logits": X[0]}, r"target_logits: expected shape \(batch, num_drafts"),
     ({"target_logits": X.long()}, "target_logits: expected dtype"),
     ({"target_logits": X.repeat(1, 2, 1)[:, :3]}, "target_logits: expected evenly spaced rows"),
