@@ -194,6 +194,11 @@ def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: An
     scale = get("query_pre_attn_scalar") or head_dim
     if get("use_bidirectional_attention"):
         raise ModelError("use_bidirectional_attention: the engine's attention is causal")
+    layers, longest = _layers(config, family), config["max_position_embeddings"]
+    rope = config["rope_parameters"]
+    if (rope.get("rope_type") or rope.get("type")) == "yarn":  # often in a file of the short model
+        first = rope.get("original_max_position_embeddings") or 0
+        longest = max(longest, int((rope.get("factor") or 1) * first))
     return cls(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -201,8 +206,8 @@ def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: An
         num_heads=heads,
         num_kv_heads=get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        max_position=config["max_position_embeddings"],
-        layers=_layers(config, family),
+        max_position=longest,
+        layers=layers,
         norms=family.get("norms", _BEFORE),
         norm_offset=family.get("norm_offset", 0.0),
         eps=float(get("rms_norm_eps", 1e-6)),

@@ -172,6 +172,15 @@ def test_an_embedding_is_tied_as_the_outside_of_a_model_says(tmp_path: Path) -> 
     assert not ModelConfig.from_dict(inside | {"tie_word_embeddings": False}).is_tied
 
 
+def test_yarn_makes_a_model_as_long_as_its_factor_says() -> None:
+    """Also where the file is that of the model before, as Qwen's own words have it."""
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
+    found = ModelConfig.from_dict(config_of("qwen3") | {"rope_theta": 1e6, "rope_scaling": rope})
+    assert found.max_position == 800 and found.raw.max_position_embeddings == 256
+    engine = Engine.random(found.raw.__dict__, device="cpu", cache_tokens=1024)
+    assert engine.max_model_len == 800
+
+
 ODD_SIZES = [
     ("qwen3", {"hidden_size": 60}), ("llama", {"head_dim": 20}), ("qwen3", {"head_dim": 8}),
     ("qwen3", {"head_dim": 264}), ("qwen3", {"intermediate_size": 90}),
