@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p,
             seed=args.seed,
         )  # fmt: skip
-        prompts = args.prompt or [sys.stdin.read() if not sys.stdin.isatty() else "Hello"]
+        given = args.prompt or [sys.stdin.read() if not sys.stdin.isatty() else "Hello"]
+        # Bytes that are no UTF-8, and characters that the terminal has not, end nothing.
+        prompts = [text.encode(errors="surrogateescape").decode(errors="replace") for text in given]
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         ids = [
             engine.chat([{"role": "user", "content": text}]) if args.chat else engine.encode(text)
             for text in prompts

@@ -36,29 +36,33 @@ _GEMMA: dict[str, Any] = {
     },
 }  # fmt: skip
 _GEMMA3: dict[str, Any] = {
-    **_GEMMA, "qk_norm": "head", "full_every": 6,
-    "defaults": {
+    **_GEMMA, "qk_norm": "head", "full_every": 6, "defaults": {
         **_GEMMA["defaults"], "vocab_size": 262208, "max_position_embeddings": 131072,
         "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
 }  # fmt: skip
+_QWEN = {
+    "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096,
+    "max_window_layers": 28,
+}  # fmt: skip
 # model_type -> what differs from Llama. full_every: of that many layers the last has no window.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"full_every": 0},
-    "mixtral": {"full_every": 0, "moe_names": _MIXTRAL},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": "head"},
-    "qwen3_moe": {
-        "qk_norm": "head", "moe_names": _EXPERTS, "defaults": {"norm_topk_prob": False},
-    },
-    "olmo2": {"norms": _AFTER, "qk_norm": "whole"},
-    "gemma2": {
-        **_GEMMA, "full_every": 2,
-        "defaults": {
-            **_GEMMA["defaults"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-        },
-    },
+    "mistral": {"full_every": 0, "defaults": {"num_key_value_heads": 8, "sliding_window": 4096}},
+    "mixtral": {"full_every": 0, "moe_names": _MIXTRAL, "defaults": {
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    }},
+    "qwen2": {"qkv_bias": True, "defaults": _QWEN},
+    "qwen3": {"qk_norm": "head", "defaults": {**_QWEN, "head_dim": 128}},
+    "qwen3_moe": {"qk_norm": "head", "moe_names": _EXPERTS, "defaults": {
+        **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": False,
+    }},
+    "olmo2": {"norms": _AFTER, "qk_norm": "whole", "defaults": {"rms_norm_eps": 1e-5}},
+    "gemma2": {**_GEMMA, "full_every": 2, "defaults": {
+        **_GEMMA["defaults"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    }},
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
 }  # fmt: skip
@@ -128,8 +132,9 @@ class ModelConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json. Raises ModelError naming what is not known or missing."""
         outer_eos = config.get("eos_token_id")
-        if "text_config" in config:
-            config = {"model_type": config.get("model_type"), **config["text_config"]}
+        if "text_config" in config:  # whose outside says what is tied
+            tied = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+            config = {"model_type": config.get("model_type"), **config["text_config"], **tied}
         kind = config.get("model_type")
         if kind not in FAMILIES:
             known = listed(nearest(kind, FAMILIES))
@@ -140,6 +145,8 @@ class ModelConfig:
             return _described(cls, config, family, config.get("eos_token_id", outer_eos))
         except KeyError as error:
             raise ModelError(f"config.json of a {kind} model lacks {error}") from None
+        except (ArithmeticError, AttributeError, TypeError) as error:
+            raise ModelError(f"config.json of a {kind} model is no such one: {error}") from None
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -187,6 +194,11 @@ def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: An
     scale = get("query_pre_attn_scalar") or head_dim
     if get("use_bidirectional_attention"):
         raise ModelError("use_bidirectional_attention: the engine's attention is causal")
+    layers, longest = _layers(config, family), config["max_position_embeddings"]
+    rope = config["rope_parameters"]
+    if (rope.get("rope_type") or rope.get("type")) == "yarn":  # often in a file of the short model
+        first = rope.get("original_max_position_embeddings") or 0
+        longest = max(longest, int((rope.get("factor") or 1) * first))
     return cls(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -194,8 +206,8 @@ def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: An
         num_heads=heads,
         num_kv_heads=get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        max_position=config["max_position_embeddings"],
-        layers=_layers(config, family),
+        max_position=longest,
+        layers=layers,
         norms=family.get("norms", _BEFORE),
         norm_offset=family.get("norm_offset", 0.0),
         eps=float(get("rms_norm_eps", 1e-6)),
@@ -233,12 +245,14 @@ def _layers(config: dict[str, Any], family: dict[str, Any]) -> tuple[LayerKind, 
         else "full_attention"
         for i in range(count)
     ]  # fmt: skip
-    theta = config.setdefault("rope_theta", 1e4)
-    if "rope_local_base_freq" in config and not get("rope_parameters"):
-        full = {"rope_theta": theta, "rope_type": "default", **(get("rope_scaling") or {})}
-        local = {"rope_theta": config["rope_local_base_freq"], "rope_type": "default"}
-        config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
-    own_tables = "full_attention" in (get("rope_parameters") or {})
+    # Of an older file its own factor counts, which transformers 4 reckoned from two lengths.
+    rope, theta = get("rope_parameters"), {"rope_theta": get("rope_theta") or 1e4}
+    if not rope:
+        rope, local = {**theta, **(get("rope_scaling") or {})}, get("rope_local_base_freq")
+        if local:
+            rope = {"full_attention": rope, "sliding_attention": {"rope_theta": local}}
+    own_tables = "full_attention" in rope
+    config["rope_parameters"] = rope if own_tables else {**theta, **rope}
     dense, step = get("mlp_only_layers") or (), get("decoder_sparse_step", 1)
     return tuple(
         LayerKind(

@@ -31,17 +31,23 @@ _LIMITS: dict[str, tuple[float, float]] = {  # inclusive; two whole numbers: of 
     "repetition_penalty": (0.01, 100.0), "max_tokens": (1, 2**31), "top_k": (0, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }  # fmt: skip
+_COUNTS = "max_batch", "max_tokens_a_pass", "max_model_len", "cache_tokens", "page_size"
 _GREEDY = SamplingParams(temperature=0.0)
 
 
-def _check_invariant(place: torch.device, world: int, page_size: int) -> None:
-    """What deterministic='batch' needs."""
+def _check_options(place: torch.device, world: int, given: Mapping[str, Any]) -> None:
+    """Raise ModelError naming an option that nothing could run with."""
+    for name in _COUNTS:
+        if given[name] is not None and given[name] < 1:
+            raise ModelError(f"{name}: expected at least 1, found {given[name]}")
+    if given["dtype"] not in (None, torch.bfloat16, torch.float16):
+        raise ModelError(f"dtype: expected bfloat16 or float16, found {given['dtype']}")
     is_other = place.type == "cuda" and torch.cuda.get_device_capability(place) != (9, 0)
-    if is_other or world > 1 or page_size % 8:
+    if given["deterministic"] == "batch" and (is_other or world > 1 or given["page_size"] % 8):
         raise ModelError(
             "deterministic='batch': expected a GPU of compute capability 9.0 (or the CPU, where it "
             "changes nothing), one process and a page_size that is a multiple of 8, "
-            f"found {place}, {world} and {page_size}"
+            f"found {place}, {world} and {given['page_size']}"
         )
 
 
@@ -65,15 +71,13 @@ class Engine:
         random_weights: bool = False, deterministic: bool | Literal["batch"] = False,
     ) -> None:  # fmt: skip
         """As `from_pretrained` and `random` make it."""
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        given, device = locals(), device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.name, self.group = name, Group(torch.device(device))
         place, dtype = self.group.device, dtype or torch.bfloat16
         self.text: Any = Bytes()
 
         def loaded() -> Model:
-            if deterministic == "batch":
-                _check_invariant(place, self.group.world, page_size)
+            _check_options(place, self.group.world, given)
             c = config or ModelConfig.from_folder(folder or Path())
             check_world(c, self.group.world)
             if folder is not None and (folder / "tokenizer.json").is_file():
@@ -86,8 +90,7 @@ class Engine:
             return Model(c, weights, self.group, longest, deterministic)
 
         model = self.group.agree(loaded)
-        self.vocab_size = model.config.vocab_size
-        self.eos_token_ids = model.config.eos_token_ids
+        self.vocab_size, self.eos_token_ids = model.config.vocab_size, model.config.eos_token_ids
         self.tokenizer = getattr(self.text, "fast", None)
         tokens = cache_tokens or model.cache_room(max_batch, max_tokens_a_pass)
         num_pages = max(1, tokens // page_size)
@@ -97,9 +100,8 @@ class Engine:
         self._scheduler = Scheduler(
             Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
         )
-        self._live: dict[str, Sequence] = {}
+        self._live, self._over = dict[str, Sequence](), list[Delta]()  # ended between two steps
         self._flight: _Flight | None = None
-        self._over: list[Delta] = []  # of requests that ended between two steps
         self._counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "steps"), 0)
 
     @classmethod
@@ -158,7 +160,7 @@ class Engine:
         seed = random.getrandbits(63) if params.seed is None else params.seed
         most = len(request.prompt) + wanted
         sequence = Sequence(request, list(request.prompt), seed, most)
-        sequence.stream = TextStream(self.text.decode, params.stop)
+        sequence.stream = TextStream(self.text.decode, params.stop, request.prompt)
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         sequence.ends = ends.union(params.stop_token_ids)
         self._live[request.id] = sequence
@@ -294,12 +296,11 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Numbers since the start, and those of now: running, waiting, pages_used."""
-        plan = self._scheduler
+        plan, pages = self._scheduler, self._scheduler.pages
         return {
             "running": len(plan.running), "waiting": len(plan.waiting),
-            "pages_used": plan.pages.num_pages - len(plan.pages.free),
-            "pages_total": plan.pages.num_pages, "prefix_hit_tokens": plan.num_hits,
-            "preemptions": plan.num_preemptions, **self._counts,
+            "pages_used": pages.num_pages - len(pages.free), "pages_total": pages.num_pages,
+            "prefix_hit_tokens": plan.num_hits, "preemptions": plan.num_preemptions, **self._counts,
         }  # fmt: skip
 
     def generate(
@@ -309,14 +310,18 @@ class Engine:
         """Whole answers to prompts, texts or token ids; all at once, in their order."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         found: dict[str, list[Delta]] = {}
-        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
-            self.submit(Request(f"generate-{i}", tuple(ids), own))
-            found[f"generate-{i}"] = []
-        while self.has_work:
-            for delta in self.step():
-                if delta.request_id in found:
-                    found[delta.request_id].append(delta)
+        try:
+            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+                ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
+                self.submit(Request(f"generate-{i}", tuple(ids), own))
+                found[f"generate-{i}"] = []
+            while self.has_work:
+                for delta in self.step():
+                    if delta.request_id in found:
+                        found[delta.request_id].append(delta)
+        finally:  # of a refusal or an interrupt: nobody waits for the others any more
+            for name in found:
+                self.abort(name)
         return [Generated.of(deltas) for deltas in found.values()]
 
     def follow(self) -> None:
@@ -341,21 +346,16 @@ def _checked(request: Request, vocab_size: int) -> SamplingParams:
     params = request.params
 
     def refuse(argument: str, expected_: str, found: Any) -> RequestError:
-        return RequestError(
-            f"{argument}: expected {expected_}, found {found!r:.60}", argument=argument
-        )
+        said = f"{argument}: expected {expected_}, found {found!r:.60}"
+        return RequestError(said, argument=argument)
 
     if not request.prompt:
         raise refuse("prompt", "at least one token", request.prompt)
-    for ids, argument in (
-        (request.prompt, "prompt"), (params.stop_token_ids, "stop_token_ids"),
-        (params.logit_bias, "logit_bias"),
-    ):  # fmt: skip
-        for token in ids:
+    for argument in ("prompt", "stop_token_ids", "logit_bias"):
+        for token in getattr(request if argument == "prompt" else params, argument):
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise refuse(argument, f"token ids from 0 to {vocab_size - 1}", token)
-    limits = {**_LIMITS, "logprobs": (0, vocab_size)}
-    for argument, (low, high) in limits.items():
+    for argument, (low, high) in {**_LIMITS, "logprobs": (0, vocab_size)}.items():
         value, is_whole = getattr(params, argument), isinstance(low, int)
         if value is None and getattr(_GREEDY, argument) is None:
             continue

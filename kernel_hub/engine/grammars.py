@@ -69,7 +69,11 @@ class Grammars:
         if not ends:
             raise RequestError("The model has no token to end JSON with.")
         if engine.tokenizer is not None:
-            return LLTokenizer(engine.tokenizer.to_str(), n_vocab=engine.vocab_size, eos_token=ends)
+            how: dict[str, Any] = {"n_vocab": engine.vocab_size, "eos_token": ends}
+            try:
+                return LLTokenizer(engine.tokenizer.to_str(), **how)
+            except ValueError as error:
+                raise RequestError(f"JSON by this model's tokenizer: {error}") from error
         return LLTokenizer(TokenizerWrapper(_Bytes(engine.vocab_size, ends[0])), eos_token=ends)
 
 

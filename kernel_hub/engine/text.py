@@ -12,9 +12,12 @@ from typing import Any
 from ..errors import RequestError
 from .config import package, read_json
 
+# A template's tag around what a model is trained on: all of it is rendered.
+_TRAINED = re.compile(r"(?<=\{%)([-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
 _HALF = "\ufffd"  # what a character's bytes decode to before all are there
 _WINDOW = 4  # tokens that are decoded again with each new one, and about as many before them
 _MOST_HELD = 64  # tokens after which what is no character yet is not going to be one
+Decode = Callable[[Iterable[int]], str]
 
 
 class Bytes:
@@ -39,12 +42,14 @@ class Tokenizer:
         self.fast = fast.from_file(str(folder / "tokenizer.json"))
         path = folder / "tokenizer_config.json"
         self._config = read_json(path) if path.is_file() else {}
-        template = self._config.get("chat_template")
-        if (file := folder / "chat_template.jinja").is_file():
-            template = file.read_text(encoding="utf-8")
-        elif isinstance(template, list):  # several, by name
-            template = {each["name"]: each["template"] for each in template}.get("default")
-        self._template: str | None = template
+        # Text, or several by name; and files of theirs, as transformers writes them.
+        given = self._config.get("chat_template")
+        if not isinstance(given, list):
+            given = [{"name": "default", "template": given}]
+        self._templates = {each["name"]: each["template"] for each in given}
+        for file in (*folder.glob("chat_template.jinja"), *folder.glob("additional*/*.jinja")):
+            name = file.stem.replace("chat_template", "default")
+            self._templates[name] = file.read_text(encoding="utf-8")
 
     def encode(self, text: str, is_special: bool = True) -> list[int]:
         """is_special: with the tokens that begin or end a text."""
@@ -55,29 +60,30 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
         """The prompt of a conversation. Raises RequestError with the template's own words."""
-        if self._template is None:
+        given = {"add_generation_prompt": True, "tools": None, "documents": None, **more}
+        template = given["tools"] and self._templates.get("tool_use")
+        if (template := template or self._templates.get("default")) is None:
             return Bytes().chat(messages)
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2 import TemplateError, sandbox
 
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
-        world = ImmutableSandboxedEnvironment(
+        world = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        world.filters["tojson"] = lambda x, **how: json.dumps(x, ensure_ascii=False, **how)
+        world.filters["tojson"] = lambda x, **how: json.dumps(x, **{"ensure_ascii": False, **how})
         world.globals["raise_exception"] = refuse
         world.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         names = {
             key: value["content"] if isinstance(value, dict) else value
             for key, value in self._config.items()
-            if key.endswith("_token")
+            if key.endswith("_token") and value is not None
         }
-        given = {"add_generation_prompt": True, **names, **more}
         try:
-            text = world.from_string(self._template).render(messages=messages, **given)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            template = _TRAINED.sub(lambda at: at[1] + ("endif" if at[2] else "if true"), template)
+            text = world.from_string(template).render(messages=messages, **names, **given)
+        except Exception as error:  # a template's own
             message = f"the model's chat template refuses these messages: {error}"
             raise RequestError(message, argument="messages") from error
         return self.encode(text, is_special=False)
@@ -86,16 +92,17 @@ class Tokenizer:
 class TextStream:
     """The text of one request, token by token: nothing that may yet change or be a stop string."""
 
-    def __init__(self, decode: Callable[[Iterable[int]], str], stop: Sequence[str]) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str], before: Sequence[int] = ()) -> None:
+        """before: tokens that the text goes on from; some decoders part them by a blank."""
         self._decode, self._stop = decode, tuple(stop)
         # Most tokens have none of the characters that a stop string begins with.
         first = "".join(each[0] for each in stop)
         self._first = re.compile(f"[{re.escape(first)}]").search if stop else lambda text: None
         # The last tokens, of which the first are there for what joins them to those behind them.
-        self._tokens: list[int] = []
-        self._num_old, self._shown = 0, 0  # of them; characters of their text that were handed on
-        self._held = ""
-        self.is_stopped = False
+        self._tokens = list(before[-_WINDOW:])
+        # Of them; characters of their text that were handed on.
+        self._num_old, self._shown = len(self._tokens), len(decode(self._tokens).rstrip(_HALF))
+        self._held, self.is_stopped = "", False
 
     def push(self, token: int) -> str:
         """What may be shown after one more token."""

@@ -84,9 +84,8 @@ class Safetensors:
                     or name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight")
         ]  # fmt: skip
         if unknown:
-            raise ModelError(
-                f"{folder}: weights the engine would ignore: {listed(sorted(unknown))}"
-            )
+            names = listed(sorted(unknown))
+            raise ModelError(f"{folder}: weights the engine would ignore: {names}")
 
     def read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> torch.Tensor:
         """Elements start to stop of a dimension."""
@@ -127,17 +126,22 @@ def expected(c: ModelConfig) -> dict[str, Shape]:
 
 
 def check_world(c: ModelConfig, world: int) -> None:
-    """Raise ModelError naming what `world` processes cannot share evenly."""
-    inner = {"intermediate_size": c.intermediate_size}
-    if c.num_experts:
-        inner = {"moe_intermediate_size": c.moe_intermediate_size}
-    sizes = {"num_attention_heads": c.num_heads, "vocab_size": c.vocab_size, **inner}
-    for name, size in sizes.items():
-        if size % (world * (8 if name in inner and world > 1 else 1)):
-            unit = " in multiples of 8" if name in inner else ""
-            raise ModelError(f"{world} processes do not divide {name} {size} evenly{unit}")
-    if c.num_kv_heads % world and (world % c.num_kv_heads or c.qk_norm == "whole"):
-        raise ModelError(f"{world} processes neither divide nor repeat {c.num_kv_heads} KV heads")
+    """Raise ModelError naming what no kernel takes, or `world` processes cannot share evenly."""
+    inner = sorted({f"{'moe_' * layer.is_moe}intermediate_size" for layer in c.layers})
+    sizes = {
+        "hidden_size": (c.hidden_size, 8, 1), "head_dim": (c.head_dim, 8, 1),
+        "num_attention_heads": (c.num_heads, 1, world), "vocab_size": (c.vocab_size, 1, world),
+        **{name: (getattr(c, name), 8, world) for name in inner},
+    }  # fmt: skip
+    for name, (size, unit, parts) in sizes.items():
+        if not isinstance(size, int) or size < 1 or size % (unit * parts):
+            who = f"{parts} processes" if parts > 1 else "kernels"
+            raise ModelError(f"{who} do not divide {name} {size} evenly in multiples of {unit}")
+    kv = c.num_kv_heads
+    if c.num_heads % kv or not 16 <= c.head_dim <= 256:
+        raise ModelError(f"no kernel takes {c.num_heads} heads of {c.head_dim} on {kv} KV heads")
+    if kv % world and (world % kv or c.qk_norm == "whole"):
+        raise ModelError(f"{world} processes neither divide nor repeat {kv} KV heads")
 
 
 def load(

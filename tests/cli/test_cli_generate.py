@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,12 +50,35 @@ def test_a_report_of_a_step(
     assert ran.code == 2 and "matplotlib" in ran.err and ran.out == ""
 
 
+def test_no_device_and_no_characters(kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without a GPU says so; bytes that are no UTF-8 are a prompt, as anything is."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    ran = kernel_hub_cli("generate", "tiny", "--device", "cuda", "--prompt", "a")
+    assert ran.code == 2 and "sees no GPU" in ran.err and "Traceback" not in ran.err
+    command = ("generate", "tiny", "--device", "cpu", "--max-tokens", "3", "--prompt")
+    assert kernel_hub_cli(*command, "a\udcff").out == kernel_hub_cli(*command, "a\ufffd").out
+
+
+def test_a_terminal_of_few_characters() -> None:
+    """What it has not is a question mark, no error."""
+    command = ["generate", "tiny", "--device", "cpu", "--prompt", "Hello", "--max-tokens", "9"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "kernel_hub", *command], capture_output=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )  # fmt: skip
+    assert ran.returncode == 0 and b"?" in ran.stdout, ran.stderr.decode()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("nowhere/at/all",), "nowhere/at/all"),
         (("tiny", "--temperature", "-1"), "temperature"),
         (("tiny", "--chat"), "chat template"),
+        (("tiny", "--device", "gpu"), "expected cpu, cuda or cuda:N"),
+        (("tiny", "--device", "mps"), "expected cpu, cuda or cuda:N"),
+        (("tiny", "--max-batch", "0"), "max_batch"),
+        (("tiny", "--max-tokens-a-pass", "-1"), "max_tokens_a_pass"),
         (("tiny", "--max-model-len", "2", "--prompt", "abc"), "3 tokens"),
     ],
 )

@@ -20,7 +20,7 @@ from kernel_hub.engine.config import FAMILIES, ModelConfig  # noqa: E402
 from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.parallel import Group  # noqa: E402
 from kernel_hub.engine.requests import SamplingParams  # noqa: E402
-from kernel_hub.engine.weights import Random, expected, load  # noqa: E402
+from kernel_hub.engine.weights import Random, check_world, expected, load  # noqa: E402
 from kernel_hub.errors import ModelError  # noqa: E402
 
 SIZES = {
@@ -163,3 +163,54 @@ def test_what_is_missing_or_odd_is_named(tmp_path: Path) -> None:
         refused(*words)
     (tmp_path / "config.json").unlink()
     refused("config.json")
+
+
+def test_an_embedding_is_tied_as_the_outside_of_a_model_says(tmp_path: Path) -> None:
+    text = config_of("gemma3_text") | {"tie_word_embeddings": False}
+    inside = {"model_type": "gemma3", "text_config": text}
+    assert ModelConfig.from_dict(inside).is_tied
+    assert not ModelConfig.from_dict(inside | {"tie_word_embeddings": False}).is_tied
+
+
+def test_yarn_makes_a_model_as_long_as_its_factor_says() -> None:
+    """Also where the file is that of the model before, as Qwen's own words have it."""
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
+    found = ModelConfig.from_dict(config_of("qwen3") | {"rope_theta": 1e6, "rope_scaling": rope})
+    assert found.max_position == 800 and found.raw.max_position_embeddings == 256
+    engine = Engine.random(found.raw.__dict__, device="cpu", cache_tokens=1024)
+    assert engine.max_model_len == 800
+
+
+ODD_SIZES = [
+    ("qwen3", {"hidden_size": 60}), ("llama", {"head_dim": 20}), ("qwen3", {"head_dim": 8}),
+    ("qwen3", {"head_dim": 264}), ("qwen3", {"intermediate_size": 90}),
+    ("qwen3", {"num_key_value_heads": 3}), ("qwen3", {"hidden_size": -8}),
+    ("qwen3", {"num_attention_heads": 0}), ("qwen3", {"vocab_size": "many"}),
+    ("qwen3", {"rms_norm_eps": None}), ("qwen3_moe", {"moe_intermediate_size": 20}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "odd"), ODD_SIZES, ids=lambda x: str(x)[:40])
+def test_sizes_that_no_kernel_takes_are_refused_with_the_model(
+    family: str, odd: dict[str, Any]
+) -> None:
+    """Not with the first request."""
+    with pytest.raises(ModelError):
+        Engine.random(config_of(family) | odd, device="cpu")
+
+
+def test_dense_layers_beside_experts_are_divided_too() -> None:
+    config = config_of("qwen3_moe") | {"mlp_only_layers": [1], "intermediate_size": 72}
+    check_world(ModelConfig.from_dict(config), 1)
+    with pytest.raises(ModelError, match="2 processes do not divide intermediate_size 72"):
+        check_world(ModelConfig.from_dict(config), 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_batch", "max_tokens_a_pass", "max_model_len", "cache_tokens", "page_size", "dtype"],
+)
+def test_options_that_nothing_runs_with_are_refused(name: str) -> None:
+    """An engine of no rows would step for ever."""
+    with pytest.raises(ModelError, match=name):
+        Engine.random("tiny", device="cpu", **{name: torch.float32 if name == "dtype" else 0})

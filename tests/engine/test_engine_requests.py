@@ -70,6 +70,14 @@ def test_prompts_that_leave_no_room_are_refused(engine: Engine) -> None:
     assert (deltas[-1].finish_reason, len(deltas[-1].tokens)) == ("length", 1)
 
 
+def test_a_refused_prompt_leaves_nothing_of_those_before_it(engine: Engine) -> None:
+    (alone,) = engine.generate([[1, 2]], greedy())
+    with pytest.raises(RequestError):
+        engine.generate([[1, 2], [], [3]], greedy())
+    assert engine.generate([[1, 2]], greedy()) == [alone] and not engine.has_work
+    assert engine.stats()["pages_used"] == 0
+
+
 def test_a_name_is_there_once(engine: Engine) -> None:
     engine.submit(Request("twice", (1,), greedy()))
     with pytest.raises(RequestError, match="under way"):

@@ -50,13 +50,14 @@ def test_bytes_that_are_no_text_are_withheld_and_shown_at_the_end() -> None:
 
 def test_bytes_that_never_become_text_are_not_decoded_again_and_again() -> None:
     """A token that a client biases; and behind them text is text again."""
-    most, stream = 0, TextStream(lambda ids: Bytes().decode(counted(ids)), ("zz",))
+    most = 0
 
     def counted(ids: Any) -> Any:
         nonlocal most
         most = max(most, len(ids))
         return ids
 
+    stream = TextStream(lambda ids: Bytes().decode(counted(ids)), ("zz",))
     shown = [stream.push(token) for token in b"ab" + b"\x80" * 3000 + "é!".encode()]
     assert "".join(shown) + stream.flush() == "ab" + "\ufffd" * 3000 + "é!"
     assert most < 100 and not any(shown[4:50]) and any(shown[50:100])
@@ -85,3 +86,19 @@ def test_any_bytes_come_out_as_they_decode_at_once() -> None:
         stream = TextStream(Bytes().decode, ())
         shown = "".join(stream.push(token) for token in tokens) + stream.flush()
         assert shown == Bytes().decode(tokens), tokens
+
+
+def test_a_text_goes_on_from_what_stands_before_it() -> None:
+    """Decoders that drop the blank in front of a text keep it where there is text before."""
+    words = ["<s>", "a", "bc", "d"]
+
+    def decode(ids: Any) -> str:
+        return " ".join(words[i] for i in ids if i)
+
+    for before, blank in (([0], ""), ([], ""), ([0, 1, 2, 3, 1, 2], " "), ([3], " ")):
+        stream = TextStream(decode, ("bc d",), before)
+        assert [stream.push(token) for token in (3, 2, 1, 2)] == [f"{blank}d", " ", "bc a", " "]
+        assert stream.flush() == "bc"
+    # Half a character at the end of a prompt is shown with its other half.
+    stream = TextStream(Bytes().decode, (), tuple("ä€".encode()[:-1]))
+    assert stream.push("€".encode()[-1]) == "€"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +15,17 @@ torch = pytest.importorskip("torch", reason="the ops are torch ops")
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="models are read by safetensors")
 
+import tiny_models  # noqa: E402
 from lots import Lots  # noqa: E402
 from tiny_models import FAMILIES, is_older, logits_of, model_of, truth_of  # noqa: E402
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
+from kernel_hub.engine.config import ModelConfig  # noqa: E402
 from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.requests import SamplingParams  # noqa: E402
+from kernel_hub.engine.text import Tokenizer  # noqa: E402
 from kernel_hub.errors import RequestError  # noqa: E402
+from kernel_hub.ops import rotary  # noqa: E402
 from kernel_hub.testing.compare import check  # noqa: E402
 
 VOCAB = 199
@@ -169,6 +176,69 @@ def test_texts_and_conversations(tmp_path: Path) -> None:
         assert answer.text == engine.decode(answer.tokens)
 
 
+ODD_TEMPLATES: list[Any] = [
+    "{% for m in messages %}{{ m.role }}:\n  {% generation %}{{ m.content }}{% endgeneration %}\n"
+    "{%- generation -%} {{ m.role }} {%- endgeneration +%}\n{% endfor %}",
+    "{{ messages | tojson(ensure_ascii=True, indent=1) }}{{ messages | tojson(sort_keys=True) }}",
+    "{% if tools is none %}nothing{% endif %}{% if documents is none %} at all{% endif %}",
+    {"default": "plain {{ messages[0].content }}", "tool_use": "{{ tools | tojson }} in use"},
+]
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("template", ODD_TEMPLATES, ids=range(4))
+def test_odd_templates(template: Any, in_files: bool, tmp_path: Path) -> None:
+    """Tags around what is trained on, a template for tools, options of filters."""
+    fast = tokenizer_into(tmp_path)
+    fast.chat_template = template
+    fast.save_pretrained(tmp_path / "own", save_jinja_files=in_files)
+    own = Tokenizer(tmp_path / "own")
+    for more in ({}, {"tools": [{"type": "function", "function": {"name": "naïve"}}]}):
+        for texts in (["é"], ["a ", " b", "c"]):
+            messages = [{"role": "user", "content": text} for text in texts]
+            whole = fast.apply_chat_template(messages, tokenize=False, **more)
+            assert own.chat(messages, **more) == fast.encode(whole, add_special_tokens=False)
+
+
+LEFT_OUT = {
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "sliding_window",
+    "use_sliding_window", "max_window_layers", "layer_types", "attention_bias", "hidden_act",
+    "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "norm_topk_prob",
+    "final_logit_softcapping", "num_local_experts", "num_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step", "rope_parameters",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(is_older(), reason="transformers 5 reads them so")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_file_leaves_out_is_what_the_class_has(family: str) -> None:
+    lot = Lots(f"engine left out {family}")
+    for _ in range(20):
+        file = tiny_models.config_of(family, num_hidden_layers=lot.choice([1, 2, 7])).to_dict()
+        for name in [name for name in file if name in LEFT_OUT and lot.random() < 0.3]:
+            del file[name]
+        truth = type(tiny_models.config_of(family))(
+            **{k: v for k, v in file.items() if k != "model_type"}
+        )
+        found = ModelConfig.from_dict(copy.deepcopy(file))
+        head_dim = getattr(truth, "head_dim", None) or truth.hidden_size // 4
+        kinds = getattr(truth, "layer_types", None) or ["sliding_attention"] * len(found.layers)
+        window = getattr(truth, "sliding_window", None) or 0
+        assert (
+            found.head_dim, found.num_kv_heads, found.eps, found.is_tied, found.attn_softcap,
+            [layer.window + 1 for layer in found.layers],
+        ) == (
+            head_dim, truth.num_key_value_heads, truth.rms_norm_eps, truth.tie_word_embeddings,
+            getattr(truth, "attn_logit_softcapping", None) or 0.0,
+            [window if kind == "sliding_attention" else 0 for kind in kinds],
+        ), (lot, sorted(file))  # fmt: skip
+        for kind in {layer.rope for layer in found.layers}:
+            theta = (truth.rope_parameters[kind] if kind else truth.rope_parameters)["rope_theta"]
+            plain = theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+            own = rotary.frequencies_of(found.raw, layer_type=kind).inv_freq
+            assert torch.allclose(own, plain), (lot, theta)
+
+
 ROPES = [
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 64},
@@ -187,3 +257,19 @@ def test_scaled_rotations(rope: dict[str, Any], tmp_path: Path) -> None:
     engine = Engine.from_pretrained(tmp_path, dtype=torch.float16, device="cpu")
     lot = random.Random(8)
     check_answers(model, engine, [[lot.randrange(1, VOCAB) for _ in range(200)]], 5)
+
+
+@pytest.mark.skipif(is_older(), reason="transformers 4 reckons the factor from two lengths")
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_older_spellings_of_rotations(rope: dict[str, Any], tmp_path: Path) -> None:
+    """rope_theta beside rope_scaling: a factor that is given counts, whatever the lengths."""
+    saved("llama", tmp_path, torch.float16)
+    file = json.loads((tmp_path / "config.json").read_text())
+    del file["rope_parameters"]
+    spelled = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
+    older = {"rope_theta": 5e4, "rope_scaling": spelled, "max_position_embeddings": 512}
+    truth = tiny_models.config_of("llama", **older)
+    found = ModelConfig.from_dict(file | older)
+    wanted, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](truth, torch.device("cpu"))
+    own = rotary.frequencies_of(found.raw)
+    assert torch.equal(own.inv_freq, wanted) and own.attention_factor == pytest.approx(factor)

@@ -45,6 +45,7 @@ def opened(args: argparse.Namespace, **options: Any) -> Engine:
     from ...engine.config import NAMED
     from ...engine.engine import Engine
 
+    _check_device(args.device)
     given = {name: value for name in NUMBERS if (value := getattr(args, name)) is not None}
     dtype = getattr(loaded_torch(), {"bf16": "bfloat16", "fp16": "float16"}[args.dtype])
     if args.deterministic:
@@ -55,3 +56,18 @@ def opened(args: argparse.Namespace, **options: Any) -> Engine:
     if args.model not in NAMED:
         raise ModelError(f"there is no folder {args.model!r}")
     return Engine.random(args.model, **options)
+
+
+def _check_device(name: str | None) -> None:
+    """Raise ModelError where torch has no such device."""
+    from ...arrays.interop import loaded_torch
+
+    torch = loaded_torch()
+    try:
+        kind = torch.device(name or "cpu").type
+    except RuntimeError:
+        kind = "unknown"
+    if kind not in ("cpu", "cuda"):
+        raise ModelError(f"--device: expected cpu, cuda or cuda:N, found {name!r}")
+    if kind == "cuda" and not torch.cuda.device_count():
+        raise ModelError(f"--device {name}: torch {torch.__version__} sees no GPU here")

@@ -120,6 +120,7 @@ class Answer:
     def _logprobs(self, index: int, scores: Iterable[TokenLogprob]) -> Json:
         def entry(token: int, logprob: float) -> Json:
             text = self._engine.decode([token])
+            text = self._engine.decode([token, token])[len(text) :]  # as it is behind another
             told = {"token": text, "logprob": max(LEAST, logprob)}
             if self._is_chat:
                 told["bytes"] = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -109,9 +111,13 @@ class Message(Body):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates read it: text in place of parts."""
+        """As chat templates read it: text in place of parts, arguments of calls as objects."""
         text = "".join(part.text for part in self.content or ())
-        return self.model_dump(exclude_none=True) | {"content": text}
+        found = self.model_dump(exclude_none=True) | {"content": text}
+        for call in found.get("tool_calls", ()):
+            with suppress(KeyError, TypeError, ValueError):  # of a shape of their own: as they are
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return found
 
 
 class JsonSchema(Body):

@@ -65,7 +65,8 @@ def api_error(error: Exception) -> ApiError:
         "missing": (f"Missing required parameter: '{param}'.", "missing_required_parameter"),
         "together": (f"{said}.", None),
     }
-    message, code = known.get(kind, (f"Invalid value for '{param}': {said}.", "invalid_value"))
+    what = f"'{param}'" if param else "the body"
+    message, code = known.get(kind, (f"Invalid value for {what}: {said}.", "invalid_value"))
     return ApiError(400, message, param, code)
 
 

@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Who may come in; what they leave behind; a count of what went out, 499: nothing."""
         request, since, status, app = Request(scope), time.monotonic(), 499, self._app
-        given = request.headers.get("authorization", "").encode()
+        given = request.headers.get("authorization", "").encode("latin-1")
         if self._key and scope["path"] != "/health" and not hmac.compare_digest(given, self._key):
             wrong = ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
             app = await refused(request, wrong)
@@ -138,7 +138,7 @@ class Server(uvicorn.Server):
     async def _body(self, request: Request) -> bytes:
         """Raises ApiError where it does not say that it is JSON, or takes too much."""
         limits, body = self._limits, bytearray()
-        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Any other type a page of another site could make a browser send.
             raise ApiError(415, "The body must be JSON: send 'Content-Type: application/json'.")

@@ -143,6 +143,35 @@ def test_a_schema_is_followed(here: Served, tmp_path: Path) -> None:
         here.openai().chat.completions.create(model="small", messages=messages)
 
 
+def test_a_tokenizer_of_words(tmp_path: Path) -> None:
+    """Tokens of log-probabilities have the blank before them; JSON by it is refused by name."""
+    pytest.importorskip("llguidance", reason="the grammars of JSON answers")
+    pytest.importorskip("tokenizers", reason="the tokenizer of a folder")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<end>", *(f"▁{letter * 2}" for letter in "abcdefg"), "h", "i"]
+    made_of = Tokenizer(models.WordLevel({text: i for i, text in enumerate(words)}, "<end>"))
+    made_of.pre_tokenizer, made_of.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made_of.add_special_tokens(["<end>"])
+    made_of.save(str(tmp_path / "tokenizer.json"))
+    config = {**CONFIG, "vocab_size": len(words), "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    engine = Engine.from_pretrained(tmp_path, random_weights=True, device="cpu", name="words")
+    with served(engine) as here:
+        client, asked = here.openai(), {"model": "words", "max_tokens": 12, "seed": 3}
+        made = client.completions.create(prompt="aa bb", echo=True, **asked).choices[0]
+        again = client.completions.create(prompt="aa bb", logprobs=0, **asked).choices[0]
+        assert made.text == "aa bb" + again.text == "aa bb" + "".join(again.logprobs.tokens)
+        for at, token in zip(again.logprobs.text_offset, again.logprobs.tokens, strict=True):
+            assert again.text[at:].startswith(token)
+        messages: Any = [{"role": "user", "content": "aa"}]
+        with pytest.raises(openai.BadRequestError, match="tokenizer"):
+            client.chat.completions.create(
+                messages=messages, response_format={"type": "json_object"}, **asked
+            )
+
+
 def test_refusals_of_the_engine(here: Served) -> None:
     client = here.openai()
     for wrong, param in (

@@ -19,6 +19,7 @@ from byte_engine import EOS, alone, logits  # noqa: E402
 from served_here import Served, served  # noqa: E402
 
 from kernel_hub.engine.requests import SamplingParams  # noqa: E402
+from kernel_hub.engine.server.bodies import Message  # noqa: E402
 
 SAID = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hé?"}]
 CHAT_PROMPT = list("0<system>be brief<user>hé?<assistant>".encode())
@@ -70,6 +71,15 @@ def test_what_was_answered_can_be_sent_back(client: Any) -> None:
     again = [*SAID, first.choices[0].message, {"role": "user", "content": "more"}]
     made = client.chat.completions.create(model="bytes", messages=again, max_tokens=4)
     assert made.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_calls_that_are_sent_back_have_objects_for_arguments() -> None:
+    """Templates go through them; what is no JSON stays text."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": said}}
+             for said in ('{"a": [1]}', "{")]  # fmt: skip
+    plain = Message(role="assistant", tool_calls=[*calls, {"odd": 1}]).plain()
+    found = [call.get("function", {}).get("arguments") for call in plain["tool_calls"]]
+    assert found == [{"a": [1]}, "{", None]
 
 
 @pytest.mark.parametrize("with_usage", [False, True])

@@ -134,7 +134,8 @@ def test_missing_parameters(here: Served, missing: str) -> None:
 def test_bad_json(here: Served, body: bytes) -> None:
     head = {"content-type": "application/json"}
     for route in ("completions", "chat/completions"):
-        refused(here.client().post(f"/v1/{route}", content=body, headers=head), 400)
+        error = refused(here.client().post(f"/v1/{route}", content=body, headers=head), 400)
+        assert "None" not in error["message"]
 
 
 def test_nulls_are_as_if_not_given(here: Served) -> None:
@@ -154,6 +155,9 @@ def test_other_types_of_bodies(here: Served) -> None:
         head = {"content-type": kind}
         answer = here.client().post("/v1/completions", content=json.dumps(TEXT), headers=head)
         assert "application/json" in refused(answer, 415)["message"]
+    head = {"content-type": "Application/JSON; charset=utf-8"}
+    answer = here.client().post("/v1/completions", content=json.dumps(TEXT), headers=head)
+    assert answer.status_code == 200
 
 
 def test_an_unknown_model(here: Served) -> None:
@@ -206,6 +210,16 @@ def test_keys(here: Served) -> None:
         assert client.get("/health").json() == {"status": "ok"}
     with pytest.raises(openai.AuthenticationError):
         here.openai(api_key="sk-other").models.list()
+
+
+def test_a_key_of_any_characters() -> None:
+    """As UTF-8, which is what a terminal sends."""
+    import httpx
+
+    with served(api_key="schlüssel") as here:
+        for key, status in (("schlüssel", 200), ("schlussel", 401)):
+            head = {"Authorization": f"Bearer {key}".encode()}
+            assert httpx.get(f"{here.url}/v1/models", headers=head).status_code == status
 
 
 def test_without_a_key_anybody_may_ask() -> None:
