@@ -15,6 +15,7 @@ from .model import MOST_WIDE
 from .scheduler import KNOBS, Sequence
 from .shapes import MOST_ROWS, GraphShape, room
 
+_EVEN = 4  # times as long as the mean: the longest of even texts
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 Arrays = dict[str, np.ndarray]
@@ -138,7 +139,9 @@ def shape_of(batch: Batch) -> GraphShape | None:
     """Of the graph that has room for a pass; None: it has none, or more rows are asked for."""
     n, num_chunks = batch.num_decodes, len(batch.samples) - batch.num_decodes
     prompt, pages = len(batch.inputs["ids"]) - n * batch.width, batch.inputs["block_table"].shape[1]
-    shape = room(n, batch.width, num_chunks, prompt, pages)
+    ends = batch.inputs["after"]
+    is_even = num_chunks > 0 or bool(n * ends.max(initial=0) <= _EVEN * ends.sum())
+    shape = room(n, batch.width, num_chunks, prompt, pages, is_even)
     if shape is None or ("rows" in batch.inputs) != bool(num_chunks):
         return None
     return shape if sum(batch.samples) <= shape.decodes * shape.width + shape.chunks else None

@@ -5,7 +5,7 @@ Numbers alone: knows no requests, no arrays and no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,9 +16,11 @@ _DECODES = (0, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 _ROWS = (128, 192, 256, 320, 384, 512)
 _CHUNKS = 8
 MOST_ROWS = _ALONE[-1]  # of a graph that only decodes
-# Where few decode and all are short, the table says so: it is all that a plan of attention knows of
-# lengths, and it has a launch of its own for short ones (docs/notes/decode_attention.md).
-_FEW, _SHORT_PAGES = 8, 32
+# Pages of the tables of passes that only decode; longer texts have one for the longest there may
+# be. They are all that a plan of attention knows of lengths, and it has one launch for short ones,
+# an item a cluster (docs/notes/decode_attention.md): one that is much longer would be waited for,
+# and few longer ones leave multiprocessors.
+_TABLES, _MANY = (32, 128), 8
 # Rows of a pass with answers. 256 are two tiles of 128, and multiplied in less than twice the time
 # in which the weights are read, whatever the model; twice the rows take twice a pass at most.
 _BESIDE, _HALF = 256, 128
@@ -32,22 +34,32 @@ class GraphShape(NamedTuple):
     width: int  # tokens of each of those
     chunks: int = 0
     prompt: int = 0  # tokens of the chunks together
-    pages: int = 0  # of each; 0: as many as any may have
+    pages: int = 0  # of each, at most; 0: as many as any may have
 
 
-def _up(sizes: tuple[int, ...], wanted: int) -> int | None:
+def _up(sizes: Sequence[int], wanted: int) -> int | None:
     """The least that has room."""
     return next((size for size in sizes if wanted <= size), None)
 
 
-def room(decodes: int, width: int, chunks: int, prompt: int, pages: int) -> GraphShape | None:
-    """The graph for a pass of that size, if there is one."""
+def _tables(decodes: int) -> Sequence[int]:
+    """Pages of those that so many may have."""
+    return _TABLES if decodes >= _MANY else _TABLES[:1]
+
+
+def room(
+    decodes: int, width: int, chunks: int, prompt: int, pages: int, is_even: bool = True
+) -> GraphShape | None:  # fmt: skip
+    """The graph for a pass of that size, if there is one.
+
+    pages: of the longest; is_even: the others are not much shorter.
+    """
     if not chunks:
         size = _up(_ALONE, decodes)
         if size is None or size * width > MOST_ROWS:
             return None
-        is_short = width == 1 and size <= _FEW and pages <= _SHORT_PAGES
-        return GraphShape(size, width, pages=_SHORT_PAGES if is_short else 0)
+        tables = () if width > 1 else _tables(size) if is_even else _TABLES[:1]
+        return GraphShape(size, width, pages=_up(tables, pages) or 0)
     size = _up(_DECODES, decodes)
     if size is None or chunks > _CHUNKS:
         return None
@@ -64,9 +76,8 @@ def all_of(max_batch: int, max_tokens: int) -> Iterator[GraphShape]:
                 yield GraphShape(size, 1, _CHUNKS, rows - size)
     for less, size in reversed([*pairwise((0, *_ALONE))]):
         if less < max_batch:
-            yield GraphShape(size, 1)
-            if size <= _FEW:
-                yield GraphShape(size, 1, pages=_SHORT_PAGES)
+            for pages in (0, *_tables(size)):
+                yield GraphShape(size, 1, pages=pages)
 
 
 def beside(decodes: int, backlog: int) -> int:

@@ -63,7 +63,7 @@ def test_passes_beside_decodes_fill_graphs(seed: int) -> None:
 def test_all_shapes_are_those_that_passes_ask_for(max_batch: int, max_tokens: int) -> None:
     wanted = {
         shapes.room(decodes, 1, bool(prompt), prompt, pages)
-        for pages in (1, 32, 33)
+        for pages in (1, 32, 33, 128, 129)
         for decodes in range(max_batch + 1)
         for prompt in range(max(0, max_tokens - decodes) + 1)
         if decodes or prompt
@@ -92,3 +92,15 @@ def test_a_plan_is_that_of_its_requests_alone(seed: int) -> None:
     for passes in (first, second):
         load_model.ran(arrivals(seed, 0.0), passes=passes)
     assert first == second
+
+
+def test_tables_are_as_wide_as_the_longest_asks_for() -> None:
+    """Of few, and beside one that is much longer, only the narrowest is one of its own."""
+    found = [
+        shape.pages if (shape := shapes.room(decodes, 1, 0, 0, pages, is_even)) else None
+        for decodes, pages, is_even in (
+            (64, 32, True), (64, 33, True), (64, 128, True), (64, 129, True), (64, 33, False),
+            (64, 32, False), (3, 32, True), (3, 33, True), (8, 33, True),
+        )
+    ]  # fmt: skip
+    assert found == [32, 128, 128, 0, 0, 32, 32, 0, 128]

@@ -45,6 +45,9 @@ _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiproc
 # what a multiprocessor reads, and how much longer it may take where there are few.
 _LONGEST, _WIDE_LONGEST = 8192, 3072
 _MOST_BYTES, _CROWDED_BYTES = 400 << 20, 128 << 10
+# Of all in pages, whose lengths differ mostly, and of more than 64 columns; and how many items a
+# multiprocessor have clusters of four then.
+_MOST_PAGED_BYTES, _FOURS = 2200 << 20, 5
 _BLOCK_BYTES_A_US, _APART_US = 37e3, 6.0
 _LONGEST_SLOWER = 2048
 _PARTS_WIDTH, _FEW_LONGEST = 192, 4096  # where `few_shape` was measured
@@ -113,8 +116,14 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
         return shape
     is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
     longest = _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST
-    if room > longest or (costs.key_bytes(every[0]) > _MOST_BYTES and not is_short):
+    num_bytes = costs.key_bytes(every[0])
+    if room > longest:
         return 0, 0
+    if num_bytes > _MOST_BYTES and not is_short:
+        is_paged = given.block_table is not None and width_of(given) == _WIDTHS[1]
+        if not (is_narrow and is_paged) or num_bytes > _MOST_PAGED_BYTES:
+            return 0, 0
+        shape = many_shape(items, num_sms)
     # Clusters of few leave multiprocessors that parts would read by.
     apart = 1 / _MOST_BLOCKS - items / num_sms
     if apart * 4 * room * given.q.shape[-1] > _APART_US * _BLOCK_BYTES_A_US:
@@ -151,6 +160,12 @@ def few_shape(items: int, tokens: int, num_sms: int) -> tuple[int, int]:
     while blocks < _MOST_BLOCKS and 2 * blocks * items <= num_sms and 64 * blocks < tokens:
         blocks *= 2
     return 4, blocks
+
+
+def many_shape(items: int, num_sms: int) -> tuple[int, int]:
+    """That of many bytes, as measured (docs/notes/decode_attention.md): the fewer the items, the
+    more blocks share the longest."""
+    return 4, 8 if items <= num_sms else 4 if items <= _FOURS * num_sms else 2
 
 
 def best_shape(

@@ -148,6 +148,13 @@ def test_which(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shape_of(1, 1, 8256, (32, 8)) == shape_of(64, 1, 4096, (32, 8)) == (0, 0)
     assert shape_of(137, 14, 369, (24, 8)) == shape_of(25, 1, 1133, (4, 4), 192) == (0, 0)
     assert shape_of(64, 10, 448, (16, 2), 64) == shape_of(7, 5, 7232, (20, 5)) == (0, 0)
+    # Many bytes in pages, a part of the room each mostly.
+    assert shape_of(16, 1, 8192, (32, 8), mean=28_000) == (4, 8)
+    assert shape_of(48, 1, 8192, (32, 8), mean=9_300) == (4, 4)
+    assert shape_of(64, 1, 8192, (32, 8), mean=7_000) == (4, 4)
+    assert shape_of(208, 1, 2048, (32, 8), mean=2_200) == (4, 2)
+    assert shape_of(64, 1, 8200, (32, 8), mean=7_000) == (0, 0)
+    assert shape_of(128, 1, 8192, (32, 8), mean=8_200) == (0, 0)
     # Lengths that differ: no longest one of a block's is waited for.
     assert shape_of(16, 1, 2048, (32, 8), mean=700) == (4, 4)
     assert shape_of(20, 1, 1664, (16, 4), mean=600)[1] >= 2
