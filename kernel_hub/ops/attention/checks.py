@@ -100,6 +100,9 @@ def _check_qkv(
         raise common.refuse(op, "k", f"shape {shape}", k)
     check_rows(op, "q", q, dtypes)
     num_heads, head_dim = q.shape[-2:]
+    if k.dtype == torch.float8_e4m3fn and q.dtype in common.HALF:
+        where = "as q; decode_attention reads caches of e4m3 beside 16 bits"
+        raise common.refuse(op, "k", f"dtype {common.named((q.dtype,))}, {where}", k)
     common.check_like(op, "k", k, (*k.shape[:-1], head_dim), q)
     own = v.shape[-1] if v.dim() > 0 and q.dtype != torch.float8_e4m3fn else head_dim
     common.check_like(op, "v", v, (*k.shape[:-1], own), q)

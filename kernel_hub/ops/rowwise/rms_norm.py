@@ -42,7 +42,7 @@ _EARLY_ROWS, _EARLY = 256, {"flat_vec1": "early_vec1", "flat_vec2": "early_vec2"
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *,
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *,
     residual: torch.Tensor | None = None, adds_after: bool = False,
     bias: torch.Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
@@ -62,6 +62,7 @@ def rms_norm(
     x: (..., hidden_size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
         leading ones in at most two separately strided groups.
     weight, bias: (hidden_size,), the dtype of x or fp32, both the same; device of x, contiguous.
+        None is 1 and 0.
     eps: added to the mean of squares; at least 0.
     residual: like x; strides of its own.
     adds_after: the residual is added to what was normed, not before (Gemma, OLMo 2).
@@ -91,6 +92,7 @@ def rms_norm(
             and not adds_after
             and not _is_tracing()
             and type(x) in _PLAIN_TYPES
+            and weight is not None
             and type(weight) in _PLAIN_TYPES
             and x.is_cuda
             and weight.dtype is x.dtype
@@ -110,7 +112,8 @@ def rms_norm(
         raise
 
     if (
-        not (bias is out_dtype is out_scale is None and adds_after is False)
+        weight is None
+        or not (bias is out_dtype is out_scale is None and adds_after is False)
         or _is_wide(x, weight)
         or (isinstance(out, torch.Tensor) and out.dtype in QUANTISED)
     ):
@@ -394,7 +397,6 @@ _op_residual_out = common.define(
 _joined = Norm(
     _OP,
     kernels="rms_norm_joined",
-    needs_weight=True,
     num_sums=1,
     normed=lambda s, eps: s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps),
 )
