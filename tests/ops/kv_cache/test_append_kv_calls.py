@@ -208,3 +208,12 @@ def test_queries_of_no_heads(way: Way) -> None:
 
 def test_queries_of_no_heads_on_the_cpu() -> None:
     test_queries_of_no_heads(Way("cpu", "cpu"))
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_contiguous_caches_of_no_rows(way: Way, is_normed: bool) -> None:
+    k, room = way.randn(2, 3, 2, 64), torch.zeros(2, 2, 5, 2, 64, device=way.device)
+    weight = torch.ones(64, device=way.device) if is_normed else None
+    for past in (None, torch.zeros(2, dtype=torch.int32, device=way.device)):
+        append_kv(k, k, room[0, :, :0], room[1, :, :0], cache_seqlens=past, k_norm_weight=weight)
+    assert not bool(room.any())
