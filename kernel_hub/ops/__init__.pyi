@@ -302,7 +302,7 @@ def relu_squared(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-06, *, residual: None = None,
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-06, *, residual: None = None,
     adds_after: bool = False, bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
     residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
@@ -310,7 +310,7 @@ def rms_norm(
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-06, *, residual: Tensor,
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-06, *, residual: Tensor,
     adds_after: Literal[False] = False, bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
     residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
@@ -318,7 +318,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-06, *, residual: Tensor,
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-06, *, residual: Tensor,
     adds_after: Literal[True], bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
     residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
@@ -326,11 +326,11 @@ def rms_norm(
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-06, *, residual: Tensor | None = None,
-    adds_after: bool = False, bias: Tensor | None = None, weight_offset: float = 0.0,
-    out_dtype: torch.dtype, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
-    weights_ready: bool = False,
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-06, *,
+    residual: Tensor | None = None, adds_after: bool = False, bias: Tensor | None = None,
+    weight_offset: float = 0.0, out_dtype: torch.dtype, out: Tensor | None = None,
+    out_scale: Tensor | None = None, residual_out: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *,

@@ -174,7 +174,7 @@ def cuda_forward(
         checks.resolve(op, q, k, v, options)
         raise
     if is_debugging:  # raises TensorError where tables led the launch outside
-        bounds.report(q)
+        bounds.report(q, *checks.finished(options.cache_seqlens))
     return out, lse, plan
 
 
@@ -305,7 +305,7 @@ def backward(
         assert plan is not None
         plan.known_gradients.keep(key, made)
     if is_debugging:
-        bounds.report(q)
+        bounds.report(q, *checks.finished(options.cache_seqlens))
 
 
 def _clear(grads: tuple[torch.Tensor, ...], of_queries: bool, of_keys: bool) -> None:

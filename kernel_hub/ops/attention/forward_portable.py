@@ -16,7 +16,7 @@ from ..core import bounds, common
 from ..core.device import PlannedGpu, Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import forward_sm90 as sm90
-from .problem import Options, Problem, lse_strides_of
+from .problem import Options, Problem, is_mappable, lse_strides_of
 
 CUBIN = "flash_attention"
 _KIB = 1024
@@ -126,6 +126,26 @@ def _strides(tensor: torch.Tensor, has_batch: bool) -> tuple[int, int, int]:
     return batch, token, head
 
 
+def _unkept(problem: Problem, out: torch.Tensor) -> str:
+    """Why Hopper's kernels do not take it."""
+    q, k, v = problem.q, problem.k, problem.v
+    device = device_of(q.device)
+    if not device.has_wgmma:
+        return "compute capability {}.{}".format(*device.compute_capability)
+    if q.dtype not in common.HALF:
+        return str(q.dtype)
+    if problem.alibi_slopes is not None:
+        return "alibi_slopes"
+    for argument, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if not is_mappable(tensor):
+            behind = tensor.data_ptr() % common.VEC_BYTES
+            at = f", {behind} bytes behind a multiple of 16" if behind else ""
+            return f"{argument} of {common.say(tensor)}{at} (call .contiguous() first)"
+    if problem.block_table is not None:
+        return f"page_size {k.shape[1]}"
+    return f"softmax_scale {problem.softmax_scale}, softcap {problem.softcap}"
+
+
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
     """Choose the kernel and make its launch; one with `maps` is for `forward_sm90.launch`.
 
@@ -140,8 +160,8 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     if problem.batch_invariant:  # a maximum here moves for all rows of a warp
         raise TensorError(
             "flash_attention: deterministic: 'batch' is what Hopper's kernels keep: compute "
-            "capability 9.0, 16 bits, no alibi_slopes, tensors 16-byte aligned, page_size a "
-            f"multiple of 8; found compute capability {device.compute_capability}, {q.dtype}"
+            "capability 9.0, 16 bits, no alibi_slopes, tensors 16-byte aligned and no element of "
+            f"them twice, page_size a multiple of 8; found {_unkept(problem, out)}"
         )
     num_heads, head_dim = q.shape[-2:]
     num_kv_heads = k.shape[-2]

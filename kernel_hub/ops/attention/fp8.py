@@ -167,7 +167,7 @@ def _gpu_forward(
         _problem(q, k, v, scales, options)  # the launch checks devices and dtypes; this names
         raise
     if is_debugging:
-        bounds.report(q)
+        bounds.report(q, *checks.finished(options.cache_seqlens))
     return out, lse
 
 

@@ -240,7 +240,7 @@ def _cpu_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, *x.shape[-2:])
+    return x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
 
 
 _op = common.define_given(

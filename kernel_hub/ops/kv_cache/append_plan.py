@@ -149,15 +149,16 @@ def _numbers(given: AppendGiven) -> tuple[list[int], tuple[int, ...]]:
     (k, v, k_cache, v_cache, _, block_table, slot_mapping, cu_seqlens, q, cos, _, positions,
      _, rotary_dim, _, _, out_q, out_k, *_) = given  # fmt: skip
     batch_size, seqlen = batch_and_seqlen(k.shape[:-2], cu_seqlens)
-    page_size = k_cache.shape[1]
+    page_size, is_paged = k_cache.shape[1], not block_table is slot_mapping is None
     sizes = (
         0 if cos is None else cos.stride(0),
         0 if block_table is None else block_table.stride(0),
         *(k.shape[:-2].numel(), seqlen, batch_size),
         *(0 if q is None else q.shape[-2], *k.shape[-2:], rotary_dim),
         0 if cos is None else cos.shape[0],
-        # NOTE: a cache of no rows has no pages either; the kernel divides by page_size.
-        *(k_cache.shape[0] if page_size else 0, max(1, page_size)),
+        # NOTE: a cache of no rows has no pages either; the kernel divides by page_size, but where
+        # sequences have rows of their own: there it is how many.
+        *(k_cache.shape[0] if page_size else 0, max(int(is_paged), page_size)),
         # NOTE: a table of no columns has no address either; -1 says that there is none.
         -1 if block_table is None else block_table.shape[1] if page_size else 0,
         0 if positions is None else positions.element_size(),

@@ -11,7 +11,7 @@ from . import decode_checks as checks
 from . import decode_ordered
 from .decode_plan import MAX_SEQLEN_Q, DecodeGiven
 
-_OP = "decode_attention"
+_OP, _ATTENTION = "decode_attention", "flash_attention"
 _NOT_TAKEN = ("k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale")
 
 
@@ -40,8 +40,11 @@ def decode_alone(given: DecodeGiven, right: int, return_lse: bool, is_eager: boo
             given, q, given.out, (given.window_left, 0 if given.window_left >= 0 else -1), True,
             return_lse,
         )  # fmt: skip
-    except (TensorError, AttributeError, IndexError):
+    except (TensorError, AttributeError, IndexError) as error:
         checks.check(given, right)  # names what this op calls so
+        theirs = f"{_ATTENTION}: deterministic: "
+        if str(error).startswith(theirs):
+            raise TensorError(f"{_OP}: deterministic: {str(error)[len(theirs) :]}") from None
         raise
 
 

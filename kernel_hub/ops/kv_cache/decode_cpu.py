@@ -31,7 +31,7 @@ def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
     turn = (cos, sin, positions, interleaved, rotary_dim)
     # Rounded as the tensor cores take them.
     queries = rotated(q.float() + q_bias, *turn).to(q.dtype).float()
-    if k is not None and v is not None:
+    if k is not None and v is not None and capacity:
         fits = is_live[:, None] & (positions < capacity)
         rows = _rows(positions.clamp(0, max(capacity - 1, 0)), k_cache, block_table)
         for cache, scale, new in (

@@ -49,7 +49,7 @@ def check(
         if value.device.type not in ("cuda", "cpu", "meta"):
             raise common.refuse(_OP, argument, "a CUDA or CPU tensor", value)
     if a.dim() == 0 or a.shape[-1] % 16 or not a.shape[-1]:
-        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 16", a)
+        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 16, not 0", a)
     if a.shape[-1] > 1 and a.stride(-1) != 1:
         raise common.refuse(_OP, "a", "a contiguous last dimension (call .contiguous() first)", a)
     k = a.shape[-1]

@@ -215,7 +215,8 @@ def _plan(given: QkvGiven) -> Launch:
     batch_size, seqlen = given.batch_and_seqlen
     if given.out_q.numel() == 0 or batch_size == 0:
         return Launch()
-    if given.is_normed or given.is_quantised:
+    # NOTE: to one launch page_size 0 is no cache; append_kv takes one without rows.
+    if given.is_normed or given.is_quantised or (k_cache is not None and not k_cache.shape[1]):
         rows_and_strides(OP, x, "w_qkv", w, a_name="x")  # which linear would call a and b
         return Launch(APART)
     named = {"out_q": given.out_q, "out_k": given.out_k, "out_v": given.out_v}

@@ -79,4 +79,4 @@ def _normed(s: torch.Tensor, eps: float) -> torch.Tensor:
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
-_norm = Norm("layer_norm", kernels="layer_norm", needs_weight=False, num_sums=2, normed=_normed)
+_norm = Norm("layer_norm", kernels="layer_norm", num_sums=2, normed=_normed)

@@ -50,24 +50,21 @@ class Norm:
     """A norm, in every form.
 
     op: its name to callers; kernels: of its cubin, of the functions in it and of the registered op;
-    needs_weight: None is refused; num_sums: along a row; normed: (s in fp32, eps) -> what weight
+    num_sums: along a row; normed: (s in fp32, eps) -> what weight
     and bias are for, on the CPU.
     """
 
     def __init__(
-        self, op: str, *, kernels: str, needs_weight: bool, num_sums: int,
+        self, op: str, *, kernels: str, num_sums: int,
         normed: Callable[[torch.Tensor, float], torch.Tensor],
     ) -> None:  # fmt: skip
-        self.op, self.kernels, self.needs_weight = op, kernels, needs_weight
+        self.op, self.kernels = op, kernels
         self.num_sums, self.normed = num_sums, normed
         # A bare tuple of a launch: unpacking it takes 40 ns less.
         self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
         self.plain_plans: Plans[Any] = Plans()
         names = ["x", "weight", "bias", "residual", "out", "out_scale", "residual_out"]
-        self.num_required = 1 + needs_weight
-        self.operands = common.Operands(
-            op, " ".join(names[: self.num_required]), " ".join(names[self.num_required :])
-        )
+        self.operands = common.Operands(op, names[0], " ".join(names[1:]))
         self.writes = common.Writes(op, _NAMES, "out out_scale residual_out", in_place=_IN_PLACE)
         self.registered = common.define_pair(
             kernels,
@@ -90,7 +87,7 @@ class Norm:
             adds_after=bool(given.adds_after),
         )
         x, tensors = given.x, (given.x, given.weight, given.bias, given.residual, *outs)
-        required, optional = tensors[: self.num_required], tensors[self.num_required :]
+        required, optional = tensors[:1], tensors[1:]
         is_plain = self.operands.are_plain(required, optional)
         is_given = outs != _NO_OUTS
         try:
@@ -180,7 +177,7 @@ class Norm:
         dtypes: tuple[torch.dtype, ...] = (x.dtype, torch.float32)
         parameters: Any = (("weight", given.weight), ("bias", given.bias))
         for argument, value in parameters:
-            if value is not None or (argument == "weight" and self.needs_weight):
+            if value is not None:
                 common.check_like(op, argument, value, (hidden_size,), x, dtypes=dtypes)
                 dtypes = (value.dtype,)
         if given.residual is not None:

@@ -17,9 +17,8 @@ from .norm import QUANTISED, Norm, NormGiven, Outs
 from .norm_shapes import choose, is_few, scalar_choice
 
 _OP = "rms_norm"
-# What a call's shapes, strides and alignment were checked and planned to be.
-# The other way than the quick one has a launch and how far its tensors reach. A bare tuple of a
-# launch: unpacking it takes 40 ns less.
+# What a call's shapes, strides and alignment were checked and planned to be: the other way than the
+# quick one has a launch, bare (unpacking it takes 40 ns less), and how far its tensors reach.
 _plain_plans: Plans[Any] = Plans()
 _plans: Plans[Any] = Plans()
 _operands = common.Operands(_OP, "x weight", "residual out residual_out")
@@ -42,7 +41,7 @@ _EARLY_ROWS, _EARLY = 256, {"flat_vec1": "early_vec1", "flat_vec2": "early_vec2"
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *,
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *,
     residual: torch.Tensor | None = None, adds_after: bool = False,
     bias: torch.Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
@@ -61,7 +60,7 @@ def rms_norm(
 
     x: (..., hidden_size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
         leading ones in at most two separately strided groups.
-    weight, bias: (hidden_size,), the dtype of x or fp32, both the same; device of x, contiguous.
+    weight, bias: (hidden_size,), the dtype of x or fp32, both the same, contiguous; None is 1, 0.
     eps: added to the mean of squares; at least 0.
     residual: like x; strides of its own.
     adds_after: the residual is added to what was normed, not before (Gemma, OLMo 2).
@@ -77,9 +76,9 @@ def rms_norm(
         or those that it has not waited for yet, have ended.
 
     Returns out; with out_scale behind it where it is quantised, and residual_out behind that where
-    a residual is added before. A CUDA tensor runs the shipped
-    cubin on torch's current stream; a CPU tensor runs a reference in torch. No backward.
-    Raises TensorError naming the argument that does not fit.
+    a residual is added before. A CUDA tensor runs the shipped cubin on torch's current stream; a
+    CPU tensor runs a reference in torch. No backward. Raises TensorError naming the argument that
+    does not fit.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     batch_invariant = deterministic is not False and common.is_batch(_OP, deterministic)
@@ -91,6 +90,7 @@ def rms_norm(
             and not adds_after
             and not _is_tracing()
             and type(x) in _PLAIN_TYPES
+            and weight is not None
             and type(weight) in _PLAIN_TYPES
             and x.is_cuda
             and weight.dtype is x.dtype
@@ -110,7 +110,8 @@ def rms_norm(
         raise
 
     if (
-        not (bias is out_dtype is out_scale is None and adds_after is False)
+        weight is None
+        or not (bias is out_dtype is out_scale is None and adds_after is False)
         or _is_wide(x, weight)
         or (isinstance(out, torch.Tensor) and out.dtype in QUANTISED)
     ):
@@ -168,9 +169,9 @@ def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: An
     if hidden_size > common.MAX_SIZE:
         raise common.refuse(_OP, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
     common.check_tensor(_OP, "weight", weight)
-    if weight.dtype != x.dtype:  # fp32 beside 16 bits goes to norm.py, if anything else fits
-        dtypes = common.named(dict.fromkeys((x.dtype, torch.float32)))
-        raise common.refuse(_OP, "weight", f"dtype {dtypes}", weight)
+    if weight.dtype != x.dtype:  # fp32 beside 16 bits goes to norm.py
+        dtypes = dict.fromkeys((x.dtype, torch.float32))
+        raise common.refuse(_OP, "weight", f"dtype {common.named(dtypes)}", weight)
     common.check_like(_OP, "weight", weight, (hidden_size,), x)
     if residual is None and residual_out is not None:
         raise TensorError(f"{_OP}: residual_out is given without residual")
@@ -394,7 +395,6 @@ _op_residual_out = common.define(
 _joined = Norm(
     _OP,
     kernels="rms_norm_joined",
-    needs_weight=True,
     num_sums=1,
     normed=lambda s, eps: s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps),
 )

@@ -133,8 +133,12 @@ def check_infinity_and_nan(way: Way) -> None:
 
 @on_every_body
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_without_keys_and_finished_ones(body_and_way: Way, kind: str) -> None:
-    """Their lse is the sink; of lengths below 0 it is -inf. Both are 0."""
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_rows_without_keys_and_finished_ones(
+    body_and_way: Way, kind: str, debug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their lse is the sink; of lengths below 0 it is -inf. Both are 0, and nothing to refuse."""
+    monkeypatch.setenv("KERNEL_HUB_DEBUG", debug)
     q, k, v = (torch.cat((x, x)) for x in inputs(body_and_way))
     sinks = draw_sinks(kind, 4, 3, body_and_way.device)
     lengths = torch.tensor([0, 33, -1, -(2**31)], dtype=torch.int32, device=q.device)

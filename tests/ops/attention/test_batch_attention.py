@@ -169,6 +169,27 @@ def test_other_kernels_refuse(way: Way) -> None:
         Held(case, way).rows([(0, 0, 1)])
 
 
+@pytest.mark.parametrize("name", ["q", "k", "out"])
+def test_what_they_do_not_take_is_named(
+    hopper_way: Way, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {key: hopper_way.randn(2, 3, 2, 64).bfloat16() for key in ("q", "k", "v", "out")}
+    x = tensors[name]
+    tensors[name] = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+    said = f"found {name} of shape .*, 2 bytes behind a multiple of 16"
+    with hopper_attention(monkeypatch, 7):
+        with pytest.raises(TensorError, match=said):
+            flash_attention(**tensors, deterministic="batch")
+        row = tensors["v"][:1].expand(2, -1, -1, -1)
+        with pytest.raises(TensorError, match=r"no element of them twice.* found q of shape"):
+            flash_attention(row, tensors["v"], tensors["v"], deterministic="batch")
+        lengths = torch.tensor([3, 3], dtype=torch.int32, device=x.device)
+        with pytest.raises(TensorError, match="decode_attention: deterministic: 'batch' is"):
+            decode_attention(
+                row, tensors["v"], tensors["v"], cache_seqlens=lengths, deterministic="batch"
+            )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(DRAWN))
 def test_tokens(hopper_way: Way, index: int) -> None:

@@ -57,6 +57,10 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: dense(q=Q.float()), ["k", "dtype float32", "float16"]),
     (lambda: dense(k=K.bfloat16()), ["k", "dtype float16", "bfloat16"]),
     (lambda: dense(v=V.float()), ["v", "dtype float16", "float32"]),
+    (
+        lambda: dense(k=K.to(torch.float8_e4m3fn), v=V.to(torch.float8_e4m3fn)),
+        ["k", "dtype float16, as q; decode_attention reads caches of e4m3"],
+    ),
     (lambda: dense(k=K.to("meta")), ["k", "device cpu", "on meta"]),
     (lambda: dense(q=Q[0]), ["q", "(batch_size, seqlen_q, num_heads, head_dim)", "(5, 4, 32)"]),
     (lambda: dense(k=K[0]), ["k", "(batch_size, seqlen_k, num_kv_heads", "(7, 2, 32)"]),
@@ -182,11 +186,10 @@ WRONG_VALUES: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: varlen(cu_seqlens_k=int32(-1, 7, 9)), ["cu_seqlens_k", "or after it", "[-1, 7, 9]"]),
     (lambda: varlen(cu_seqlens_q=int32(0, 5, 11)), ["cu_seqlens_q", "at most 10 rows", "11"]),
     (lambda: varlen(max_seqlen_k=6), ["cu_seqlens_k", "max_seqlen_k = 6", "found 7"]),
-    (lambda: paged(cache_seqlens=int32(9, 17)), ["cache_seqlens", "from 0 to 16", "[9, 17]"]),
-    (lambda: paged(cache_seqlens=int32(-1, 3)), ["cache_seqlens", "from 0 to 16", "[-1, 3]"]),
+    (lambda: paged(cache_seqlens=int32(9, 17)), ["cache_seqlens", "at most 16", "[9, 17]"]),
     (lambda: paged(block_table=TABLE + 3), ["block_table", "from 0 to 5", "sequence 1", "[5, 6]"]),
     (lambda: paged(block_table=TABLE - 1), ["block_table", "sequence 0", "[-1, 0]"]),
-    (lambda: dense(cache_seqlens=int32(8, 0)), ["cache_seqlens", "from 0 to 7", "[8, 0]"]),
+    (lambda: dense(cache_seqlens=int32(8, 0)), ["cache_seqlens", "at most 7", "[8, 0]"]),
 ]
 
 
@@ -214,6 +217,7 @@ def test_good_values_pass_when_debugging(monkeypatch: pytest.MonkeyPatch) -> Non
     garbage = TABLE.clone()
     garbage[0, 1] = -5
     paged(block_table=garbage, cache_seqlens=int32(8, 16))
+    paged(cache_seqlens=int32(-1, 3))  # a finished row
 
 
 @pytest.mark.gpu

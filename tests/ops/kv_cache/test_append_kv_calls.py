@@ -196,3 +196,24 @@ def test_the_registered_op_passes_opcheck(device: str) -> None:
         )  # fmt: skip
     plain = (k, k.clone(), cache.clone(), cache.clone(), past, *[None] * 7, False, 0, *[None] * 4)
     torch.library.opcheck(op, plain)
+
+
+def test_queries_of_no_heads(way: Way) -> None:
+    k, cache = way.randn(2, 1, 2, 64), torch.zeros(2, 4, 2, 64, device=way.device)
+    cos, sin = (way.randn(9, 32, seed=seed) for seed in (1, 2))
+    q = append_kv(k, k, cache, cache.clone(), q=k[:, :, :0], cos=cos, sin=sin)
+    assert q is not None and q.shape == (2, 1, 0, 64)
+    assert bool(cache[:, 0].any())
+
+
+def test_queries_of_no_heads_on_the_cpu() -> None:
+    test_queries_of_no_heads(Way("cpu", "cpu"))
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_contiguous_caches_of_no_rows(way: Way, is_normed: bool) -> None:
+    k, room = way.randn(2, 3, 2, 64), torch.zeros(2, 2, 5, 2, 64, device=way.device)
+    weight = torch.ones(64, device=way.device) if is_normed else None
+    for past in (None, torch.zeros(2, dtype=torch.int32, device=way.device)):
+        append_kv(k, k, room[0, :, :0], room[1, :, :0], cache_seqlens=past, k_norm_weight=weight)
+    assert not bool(room.any())

@@ -12,6 +12,7 @@ from decode_in_shares import in_shares
 from decode_step import E4M3, Step
 from ways import Way
 
+from kernel_hub.ops import decode_attention
 from kernel_hub.ops.kv_cache import decode_plan
 from kernel_hub.testing.compare import check
 
@@ -77,3 +78,26 @@ def test_nothing_to_refuse(appends: bool, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KERNEL_HUB_DEBUG", "1")
     step = Step(Way("cpu", "cpu"), [100, 3], append=appends, page_size=16, seqlen_q=2)
     check_finished(random.Random(0), step, 0)
+
+
+@pytest.mark.parametrize("columns", [None, 0])
+def test_new_tokens_without_room(way: Way, columns: int | None) -> None:
+    """In caches of no rows, and tables of no pages, they are dropped."""
+    check_without_room(way, columns)
+
+
+@pytest.mark.parametrize("columns", [None, 0])
+def test_new_tokens_without_room_on_the_cpu(columns: int | None) -> None:
+    check_without_room(Way("cpu", "cpu"), columns)
+
+
+def check_without_room(way: Way, columns: int | None) -> None:
+    q, new = way.randn(2, 1, 4, 64).bfloat16(), way.randn(2, 1, 2, 64).bfloat16()
+    room = torch.zeros(2, 2, 16, 2, 64, dtype=torch.bfloat16, device=way.device)
+    caches, table = (room[0, :, :0], room[1, :, :0]), None
+    if columns is not None:
+        caches = room[0], room[1]
+        table = torch.zeros(2, columns, dtype=torch.int32, device=way.device)
+    lengths = torch.zeros(2, dtype=torch.int32, device=way.device)
+    decode_attention(q, *caches, cache_seqlens=lengths, k=new, v=new, block_table=table)
+    assert not bool(room.any())

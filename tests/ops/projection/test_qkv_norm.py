@@ -188,3 +188,13 @@ def test_scales_of_e4m3_caches_are_refused_elsewhere() -> None:
     bytes_ = [x.to(torch.float8_e4m3fn) for x in caches]
     with pytest.raises(TensorError, match=r"k_scale: expected shape \(1,\)"):
         qkv_linear(x, w, **sizes, k_cache=bytes_[0], v_cache=bytes_[1], k_scale=torch.ones(2))
+
+
+def test_contiguous_caches_of_no_rows(way: Way) -> None:
+    x, w = inputs(way, (2, 3), 64, (2, 1, 64), torch.bfloat16)
+    room = torch.zeros(2, 2, 5, 1, 64, dtype=torch.bfloat16, device=way.device)
+    qkv_linear(
+        x, w, num_heads=2, num_kv_heads=1, k_cache=room[0, :, :0], v_cache=room[1, :, :0],
+        cache_seqlens=torch.zeros(2, dtype=torch.int32, device=way.device),
+    )  # fmt: skip
+    assert not bool(room.any())

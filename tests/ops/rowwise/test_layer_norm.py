@@ -256,9 +256,21 @@ def test_refused(arguments: dict[str, Any], text: str, norm: Norm) -> None:
         norm[0](**{"x": X.clone(), "weight": W, "bias": W, **arguments})
 
 
-def test_rms_norm_needs_a_weight() -> None:
-    with pytest.raises(TensorError, match="rms_norm: weight: expected a torch tensor"):
-        rms_norm(X, None, bias=W)  # type: ignore[call-overload]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden_size", [7, 64, 4096])
+def test_rms_norm_without_a_weight(way: Way, dtype: torch.dtype, hidden_size: int) -> None:
+    """As with one of ones, to the bit; as torch's own."""
+    x = way.randn(5, hidden_size, dtype=dtype)
+    ones, zeros = torch.ones_like(x[0]), torch.zeros_like(x[0])
+    found = rms_norm(x)
+    same_bits(found, rms_norm(x, ones, bias=zeros))
+    truth, own = (
+        torch.nn.functional.rms_norm(each, (hidden_size,), eps=1e-6) for each in (x.double(), x)
+    )
+    check(found, truth, own)
+    both = rms_norm(x, residual=x, bias=zeros)
+    for each, other in zip(both, rms_norm(x, ones, residual=x, bias=zeros), strict=True):
+        same_bits(each, other)
 
 
 def test_both_dtypes_of_a_weight_are_named() -> None:
