@@ -7,7 +7,7 @@
 // the work after the other, while its producer already loads for the next. Parts are equal places
 // of the line of all items (latent_line.cuh), and the block that has the end of an item merges it
 // (latent_merge.cuh); or where there are few items for the blocks, or num_splits is given, what
-// decode_attention.cu cuts, whose second kernel merges them.
+// decode_attention.cu cuts, whose second kernel merges them (latent_shares.cuh).
 //
 // Parallelisation: a warp finds the parts, the first one ahead of the end of the launch before; one
 // brings their queries into the L2; two load by TMA, a stage each, and bring the next tile into the
@@ -69,12 +69,13 @@ __device__ __forceinline__ void mla_decode_sm90(const LatentArgs<T>& args, const
     if (warp_idx >= C::kLoaders) {
         release_registers<C::kProducerRegisters>();
         if (warp_idx < C::kLoaders + 2) {
-            LatentProducer<T> producer = {args, map, box_rows, shared, warp_idx - C::kLoaders, 0};
+            LatentProducer<T> producer = {args, map, box_rows, shared, warp_idx - C::kLoaders,
+                                          0,    true};
             while (parts.take(part)) {
                 producer.load(part);
             }
         } else if (warp_idx == C::kFinder) {
-            find_parts<C::kRows, 2 * C::kTile, true>(args, parts, shared.num_blocks, shared.rank);
+            find_parts<C::kRows, 2 * C::kTile>(args, parts, shared.num_blocks, shared.rank);
         } else {
             while (parts.take(part)) {
                 prefetch_queries(args, part);
@@ -131,7 +132,7 @@ __device__ __forceinline__ void mla_decode_few_sm90(const LatentArgs<T>& args,
             producer.load(part);
         }
     } else {
-        find_parts<kRows, Ring::kTile, Ring::kHasLine>(args, parts, 1, 0);
+        find_parts<kRows, Ring::kTile>(args, parts, 1, 0);
     }
 }
 

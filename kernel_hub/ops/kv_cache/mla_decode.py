@@ -131,9 +131,10 @@ def _step(given: MlaGiven) -> MlaStep:
     pages, page_size = kv_cache.shape[:2]
     max_tokens = page_size * (1 if block_table is None else block_table.shape[1])
     items = -(-rows // block_m)  # of a sequence
-    line = plans.choose_line(batch_size * items, max_tokens, variant, num_splits, places)
+    line = plans.choose_line(batch_size * items, max_tokens, variant, num_splits, places, cluster)
     if line is None:
-        split = plans.choose_split(batch_size * items, max_tokens, tile, num_splits, places)
+        held = batch_size if variant.is_sm90 else 0
+        split = plans.choose_split(batch_size * items, max_tokens, tile, num_splits, places, held)
     else:
         split = plans.Split(0, line.even, line.uneven, 0)
     strides = (*out.stride()[:3], *q.stride()[:3])

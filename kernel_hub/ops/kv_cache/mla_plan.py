@@ -17,14 +17,17 @@ choice: bool | None = None
 _BOX_ROWS = 8  # the swizzle's rows, of which a box of the TMA holds whole ones
 # Tiles that a block computes in the time that a part takes besides, and a merge.
 _PART_TILES, _MERGE_TILES = 2, 2
+# Sequences of which a warp holds the lengths where they are cut into shares (latent_shares.cuh).
+_MOST_HELD = 32
 # Where no item is longer, finding equal shares costs more than unequal ones do.
 _SHORT_TILES = 16
 _MOST_PARTS = 4  # a block, where items are cut for several
 _MERGE_BLOCKS = 1024
+_SPARE_PARTS = 2
 _ALL_UNITS = 1 << 30  # Work::shares_of: as many shares as `parallel` says
-# Parts of a mean item up to which the block with its end merges them: of 16 rows, of 64. More are
+# Parts of a mean item up to which the block with its end merges them: of few rows, of 64. More are
 # merged by a launch of many blocks.
-_FEW_PARTS, _FEW_PARTS_64 = 4, 5
+_FEW_PARTS, _FEW_PARTS_64 = 4, 6
 # Units that a part of a line takes besides, at most; units of a line, which the kernel counts in
 # 32 bits.
 _MOST_PART_UNITS, _MOST_LINE = 4, (1 << 31) - 1
@@ -62,8 +65,8 @@ class MlaVariant:
 
     @property
     def has_line(self) -> bool:
-        """Whether it can cut all items as one line: of 32 rows it can't."""
-        return self.is_sm90 and self.rows != 32
+        """Whether it can cut all items as one line."""
+        return self.is_sm90
 
     @property
     def line_unit(self) -> int:
@@ -97,6 +100,25 @@ def choose_variant(given: MlaGiven, device: PlannedGpu) -> MlaVariant:
     return next((few for few in SM90_FEW if rows <= few.rows), SM90)
 
 
+class LineCosts(NamedTuple):
+    """What a line takes besides, in its units.
+
+    part: a round of parts; merge: more where items are of several; cut: a place of items that are
+        cut anywhere. last: the time of a last round, however few its parts are, by a whole one's:
+        where memory binds, few blocks have more of its rate each.
+    """
+
+    part: float
+    merge: float
+    cut: float
+    last: float
+
+
+# As measured on an H100: of few rows, of 64, of 64 in clusters of two, which products bind.
+_COSTS_FEW, _COSTS_64 = LineCosts(1.8, 1.0, 6.2, 0.75), LineCosts(1.5, 1.5, 5.6, 0.75)
+_COSTS_CLUSTER = LineCosts(1.0, 1.0, 4.5, 1.0)
+
+
 class Line(NamedTuple):
     """Items one after the other, cut into equal places (csrc/kv_cache/decode/sm90/latent_line.cuh).
 
@@ -118,7 +140,7 @@ class Line(NamedTuple):
 
 
 def choose_line(
-    items: int, tokens: int, variant: MlaVariant, num_splits: int, blocks: int
+    items: int, tokens: int, variant: MlaVariant, num_splits: int, blocks: int, cluster: int = 1
 ) -> Line | None:
     """Whether items are cut as a line, and how: not where they are so few that one is many parts,
     which a block alone would take long to merge."""
@@ -129,12 +151,17 @@ def choose_line(
     if items * (units + _MOST_PART_UNITS) > _MOST_LINE:
         return None
 
-    def time_of(parts: int) -> int:
-        return -(-items * parts // blocks) * (-(-units // parts) + 1) + (parts > 1)
+    costs = _COSTS_FEW if variant.rows else _COSTS_64 if cluster == 1 else _COSTS_CLUSTER
+
+    def time_of(parts: int) -> float:
+        rounds, rest = divmod(items * parts, blocks)
+        last = (max(costs.last, rest / blocks) if rounds else 1.0) if rest else 0.0
+        besides = costs.part + (costs.merge if parts > 1 else 0.0)
+        return (rounds + last) * -(-units // parts) + (rounds + (rest > 0)) * besides
 
     # Whole items, or equal parts; or places that cut items anywhere, each with two parts.
     parts = min(range(1, min(units, few) + 1), key=time_of)
-    is_cut = time_of(parts) > -(-items * units // blocks) + 4
+    is_cut = time_of(parts) > items * units / blocks + costs.cut
     return Line(blocks if is_cut else items * parts, blocks)
 
 
@@ -144,7 +171,9 @@ def promotion(variant: MlaVariant) -> str | None:
     return None if variant.rows else "128B"
 
 
-def choose_split(items: int, tokens: int, tile: int, num_splits: int, blocks: int) -> Split:
+def choose_split(
+    items: int, tokens: int, tile: int, num_splits: int, blocks: int, batch_size: int = 1
+) -> Split:
     """How items, (sequence, block of rows) pairs of at most `tokens` tokens, are cut.
 
     The time of the blocks' rounds is made small as if all caches were full; where lengths differ,
@@ -163,16 +192,16 @@ def choose_split(items: int, tokens: int, tile: int, num_splits: int, blocks: in
 
     most = max(1, min(tiles, _MOST_PARTS * blocks // items))
     parts = min(range(1, most + 1), key=time_of)
-    if tiles <= _SHORT_TILES:
+    if tiles <= _SHORT_TILES or batch_size > _MOST_HELD:
         return Split(parts, items, items * parts, items if parts > 1 else 0, _ALL_UNITS)
     parallel = items * parts
     if 2 * items <= blocks:
         # Caches of one length become `parts` each by any number of shares from items (parts - 7/8)
-        # on. Where lengths differ there is half a part more an item than shares: for them to run in
-        # as many rounds there are fewer shares.
+        # on. Where lengths differ there is half a part more an item than shares, or a few more: for
+        # them to run in as many rounds there are fewer shares.
         rounds = -(-parallel // blocks)
         fewest = items * (parts - 1) + -(-items // 4)
-        parallel = max(fewest, min(parallel, rounds * blocks - items // 2))
+        parallel = max(fewest, min(parallel, rounds * blocks - items // 2 - _SPARE_PARTS))
     # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
     return Split(0, parallel, min(parallel + items, items * tiles), items, _ALL_UNITS)
 

@@ -136,10 +136,34 @@ def test_lengths_that_the_launch_before_writes(
             same_bits(found, each)
 
 
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_shares_of_lengths_that_come_late_on_hopper(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, num_splits: int
+) -> None:
+    # The same where caches are cut into shares; they are as many before, or the merge would differ,
+    # which in truth begins when the launch before its own has ended.
+    if hopper_way.is_gpu:
+        pytest.skip("the emulator knows when a launch has ended; a GPU shows it now and then")
+    with from_lengths(monkeypatch), pretend(PlannedGpu((9, 0), 40)):
+        step = LatentStep(hopper_way, [390, 0, 200], num_heads=3, num_splits=num_splits)
+        expected = step.check()
+        lengths = step.options["cache_seqlens"]
+        with written_just_ahead(lengths, torch.tensor([385, 0, 193]).int()):
+            for found, each in zip(step.run(), expected, strict=True):
+                same_bits(found, each)
+
+
+def test_more_sequences_than_a_warp_has_lanes_on_hopper(hopper_way: Way) -> None:
+    LatentStep(hopper_way, [70, 0, 130, -1] * 9, num_heads=3, num_splits=2).check()
+    for batch_size, is_given in ((32, False), (33, True)):
+        split = mla_plan.choose_split(batch_size, 1 << 20, 64, 0, 132, batch_size)
+        assert (split.num_splits > 0) == is_given
+
+
 def test_more_parts_than_are_merged_at_once_on_hopper(
     hopper_way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 39 parts of one item, in groups of 16; on a GPU as many as it has multiprocessors.
+    # 39 parts of one item, in groups of 4; on a GPU as many as it has multiprocessors.
     monkeypatch.setattr(mla_plan, "_FEW_PARTS", 999)
     forget_all()
     with contextlib.nullcontext() if hopper_way.is_gpu else pretend(PlannedGpu((9, 0), 40)):
@@ -156,19 +180,30 @@ def test_more_parts_than_are_merged_at_once_on_hopper(
         (100, 4096, True, 132),
         (64, 4096, False, 64),
         (16, 4096, False, 64),
-        (12, 4096, False, None),
+        (12, 4096, False, 60),
+        (10, 4096, False, None),
+        (76, 2235, False, 66),
         (64, (1 << 31) - 1, True, None),
         (32, 4096, True, None),
+        (189, 343, True, 189),
+        (165, 1471, True, 132),
     ],
 )
 def test_lines_of_uniform_caches(items: int, tokens: int, few: bool, even: int | None) -> None:
     variant, blocks = (mla_plan.SM90_FEW[0], 132) if few else (mla_plan.SM90, 66)
-    line = mla_plan.choose_line(items, tokens, variant, 0, blocks)
+    cluster = 1 if few else 2
+    line = mla_plan.choose_line(items, tokens, variant, 0, blocks, cluster)
     assert (line and line.even) == even
     assert line is None or line.uneven == blocks
-    assert mla_plan.choose_line(items, tokens, variant, 3, blocks) is None
-    for other in (mla_plan.PORTABLE, mla_plan.SM90_FEW[1]):
-        assert mla_plan.choose_line(items, tokens, other, 0, blocks) is None
+    assert mla_plan.choose_line(items, tokens, variant, 3, blocks, cluster) is None
+    assert mla_plan.choose_line(items, tokens, mla_plan.PORTABLE, 0, blocks, cluster) is None
+
+
+def test_blocks_by_themselves_share_the_memory() -> None:
+    # A last round of whole items is shorter where few blocks read: 64 rows, not clusters.
+    for blocks, cluster, even in ((132, 1, 229), (132, 2, 132)):
+        line = mla_plan.choose_line(229, 4096, mla_plan.SM90, 0, blocks, cluster)
+        assert line == (even, blocks)
 
 
 def test_pages_of_the_slower_kernel(hopper_way: Way) -> None:

@@ -381,6 +381,7 @@ struct LatentConsumer {
     // At the end of a part (latent_output.cuh).
     __device__ __forceinline__ void write(const LatentPart& part);
     __device__ __forceinline__ void write_out(const LatentPart& part) const;
+    __device__ __forceinline__ void write_partial(const LatentPart& part) const;
 };
 
 }  // namespace kernel_hub::kv_cache::decode::sm90

@@ -294,17 +294,18 @@ struct LatentRingConsumer {
             log2_sums[i] = row_max[i] + __logf(sum) * kLog2e;
         }
         bool is_whole = part.is_whole;
-        if constexpr (Ring::kHasLine) {
-            if (part.num_parts > 1) {
-                const LatentMerge<kRows, 128, kRows * 4, kMine, T> merge = {args};
-                is_whole = merge.merge(
-                    part, log2_sums,
-                    [&](int e) -> float& { return output[e / (kRows / 2)][e % (kRows / 2)]; },
-                    [](int e) { return e % (kRows / 2) / 4 * 2 + e % 2; },
-                    [&](int i) { return row_of(i); }, threadIdx.x < 4);
-                if (!is_whole) {
-                    return;
-                }
+        if (part.num_parts > 1) {
+            const LatentMerge<kRows, 128, kRows * 4, kMine, T> merge = {args, Ring::kQueries};
+            is_whole = merge.merge(
+                part, log2_sums,
+                [&](int e) -> float& { return output[e / (kRows / 2)][e % (kRows / 2)]; },
+                [](int e) { return e % (kRows / 2) / 4 * 2 + e % 2; },
+                [&](int i) { return row_of(i); }, threadIdx.x < 4);
+            if (!is_whole) {
+                return;
+            }
+            if constexpr (kRows != 16) {
+                named_barrier_sync(kJoin, 128);  // partials lay over the queries
             }
         }
 #pragma unroll

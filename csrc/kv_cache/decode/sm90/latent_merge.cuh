@@ -30,12 +30,12 @@ __device__ __forceinline__ void weigh_parts(float (&log2_sums)[kMine], float (&o
 // partial lies as they have it. at(e): value e, of their row row_of(e); block_row(i): its row of
 // the block.
 //
-// The last part of a group of kFan waits for those before it and adds them to what it has, in
-// order; then the last of as many groups. What is waited for is of a place before, whose block has
+// The last part of a group waits for those before it and adds them to what it has, in order; then
+// the last of as many groups. What is waited for is of a place before, whose block has
 // begun earlier, and takes its places in order: it needs nothing of this one.
 template <int kRows, int kThreads, int kCount, int kMine, typename T>
 struct LatentMerge {
-    static constexpr int kFan = 16;
+    static constexpr int kFan = 4, kMostAtOnce = 6;  // parts of a group, and where they are all
     static constexpr int kAtOnce = kRows == 16 ? 16 : 4;  // vectors: a group
     static constexpr int kBuffers = 4;                    // of groups under way, if not kIsEarly
     static constexpr int kGroups = kCount / 4 / kAtOnce;  // of a partial
@@ -49,10 +49,11 @@ struct LatentMerge {
     __device__ __forceinline__ bool merge(const LatentPart& part, float (&log2_sums)[kMine],
                                           At&& at, RowOf&& row_of, BlockRow&& block_row,
                                           bool has_rows) const {
+        const int fan = part.num_parts <= kMostAtOnce ? kMostAtOnce : kFan;
 #pragma unroll 1
-        for (int step = 1; step < part.num_parts; step *= kFan) {
-            const int group = part.index / (kFan * step) * (kFan * step);
-            const int end = min(group + kFan * step, part.num_parts) - 1;
+        for (int step = 1; step < part.num_parts; step *= fan) {
+            const int group = part.index / (fan * step) * (fan * step);
+            const int end = min(group + fan * step, part.num_parts) - 1;
             if (part.index != end) {
                 float4* to = vectors(part.slot);
 #pragma unroll

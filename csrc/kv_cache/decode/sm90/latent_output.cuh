@@ -51,6 +51,12 @@ __device__ __forceinline__ void LatentConsumer<T, kSide>::write(const LatentPart
         write_out(part);
         return;
     }
+    // NOTE: a short part is late by the code it has to fetch, and its stores wait for nothing.
+    constexpr int kShort = 4 * C::kTile;
+    if (part.end_token - part.first_token > kShort) {
+        write_partial(part);
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const auto to = LatentRow<T>::of(args, part, row_of(i), false);
@@ -92,6 +98,43 @@ __device__ __forceinline__ void LatentConsumer<T, kSide>::write_out(const Latent
         if (first + i < part.num_rows) {
             *reinterpret_cast<uint4*>(to) = values;
         }
+    }
+}
+
+// The same of a part among others, in fp32, half of the side's columns at a time.
+template <typename T, int kSide>
+__device__ __forceinline__ void LatentConsumer<T, kSide>::write_partial(
+    const LatentPart& part) const {
+    constexpr int kWhere = C::kQueries + kSide * C::kHalfPanels * C::kPanelBytes;
+    constexpr int kColumns = C::kHalfDim / 2, kLine = kColumns * 4;
+    const int first = 16 * (thread_idx / 32);
+    const auto place = [first](int row, int chunk) {
+        return kWhere + (first + row) * kLine + ((chunk ^ (row & 3) * 2) << 4);
+    };
+    float* to = args.partial_out + static_cast<int64_t>(part.slot + first) * kLatentDim +
+                kSide * C::kHalfDim + 4 * lane_idx;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float* both = output + 4 * (half * (kColumns / 8) + j) + 2 * i;
+                *reinterpret_cast<float2*>(dynamic_shared() +
+                                           place(lane_idx / 4 + 8 * i, 2 * j + (lane_idx & 3) / 2) +
+                                           (lane_idx & 1) * 8) = make_float2(both[0], both[1]);
+            }
+        }
+        __syncwarp();
+#pragma unroll 4
+        for (int i = 0; i < 16; ++i) {
+            const float4 values =
+                *reinterpret_cast<const float4*>(dynamic_shared() + place(i, lane_idx));
+            if (first + i < part.num_rows) {
+                *reinterpret_cast<float4*>(to + i * kLatentDim + half * kColumns) = values;
+            }
+        }
+        __syncwarp();
     }
 }
 

@@ -7,10 +7,9 @@
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/shared_size.cuh"
 #include "kv_cache/decode/sm90/latent_line.cuh"
+#include "kv_cache/decode/sm90/latent_shares.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
-
-constexpr int kSplitUnit = 64;  // tokens at whose multiples caches are cut where there is no line
 
 // Two parts in shared memory: one that the block computes, and the next.
 struct LatentParts {
@@ -95,9 +94,9 @@ __device__ __forceinline__ void prefetch_queries(const LatentArgs<T>& args,
 // By all lanes of a warp: finds the parts of the block, one of `num_blocks` of a cluster, which
 // share them: each has kRows of their rows. kUnit: tokens at whose multiples a line is cut.
 //
-// Waits for the launch before; the first part of a line is found ahead of that, of lengths that are
-// read again after it.
-template <int kRows, int kUnit, bool kHasLine, typename T>
+// Waits for the launch before; the first part is found ahead of that, of lengths that are read
+// again after it.
+template <int kRows, int kUnit, typename T>
 __device__ __forceinline__ void find_parts(const LatentArgs<T>& args, LatentParts parts,
                                            int num_blocks, int rank) {
     const int first = blockIdx.x / num_blocks, step = gridDim.x / num_blocks;
@@ -108,7 +107,7 @@ __device__ __forceinline__ void find_parts(const LatentArgs<T>& args, LatentPart
         parts.put(part);
     };
     LatentPart part;
-    if (kHasLine && args.tickets != nullptr) {
+    if (args.tickets != nullptr) {
         LatentLine<kUnit, T> line(args, kRows * num_blocks);
         if (!line.is_held()) {
             wait_for_launch_before();
@@ -130,10 +129,23 @@ __device__ __forceinline__ void find_parts(const LatentArgs<T>& args, LatentPart
             put(part);
         }
     } else {
+        LatentShares<T> shares(args, kRows * num_blocks);
+        bool is_found = shares.is_held();
+        if (is_found) {
+            shares.find();
+            part = shares.part(first);
+        }
         wait_for_launch_before();
+        if (is_found && !shares.is_true()) {
+            shares.find();
+            is_found = false;
+        }
 #pragma unroll 1
         for (int index = first; index < args.num_workers; index += step) {
-            part = find_part<kSplitUnit>(args, index, kRows * num_blocks);
+            if (!is_found) {
+                part = shares.part(index);
+            }
+            is_found = false;
             if (part.batch_idx >= 0) {
                 put(part);
             }

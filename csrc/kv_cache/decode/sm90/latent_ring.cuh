@@ -11,8 +11,6 @@ template <int kRows_>
 struct LatentRing {
     static constexpr int kRows = kRows_, kTile = 64, kThreads = 192;
     static constexpr int kLoader = 4, kFinder = 5;  // warps
-    // 32 rows leave too few registers to merge in.
-    static constexpr bool kHasLine = kRows == 16;
     static constexpr int kPanels = kKeyDim / 64, kPanelBytes = kTile * 128;
     static constexpr int kQueryBytes = kRows * 128;  // of a panel
     static constexpr int kWordsBytes = 4 * kRows * 4;

@@ -78,6 +78,7 @@ struct LatentProducer {
     const LatentShared shared;
     const int stage;
     uint32_t parity;
+    bool is_first;  // part of the block
 
     // Brings every other tile of a part: lanes 0 .. 7 find the pages of its boxes, a tile ahead. A
     // box that is not there has page -1, for which the TMA writes zeros.
@@ -94,6 +95,11 @@ struct LatentProducer {
         if (is_box && table != nullptr) {
             page = __ldg(table + token / args.page_size);
         }
+        if (stage == 1 && is_first && part.first_token + C::kTile < part.end_token) {
+            // The even tile, whose scores are first, comes before the odd one is asked for.
+            mbarrier_wait(shared.full(0, 0), 0);
+        }
+        is_first = false;
 #pragma unroll 1
         for (int first = part.first_token + stage * C::kTile; first < part.end_token;
              first += 2 * C::kTile) {
@@ -136,10 +142,9 @@ struct LatentProducer {
                 }
                 __syncwarp();
             }
-            if (first < part.first_token + 2 * C::kTile) {
-                // The first tile comes before the next one.
-                mbarrier_wait(shared.full(stage, C::kPanels - 1), parity);
-            }
+            // The tile comes before the next one is asked for: further ahead, tiles of all blocks
+            // push each other out of the L2 before they are read.
+            mbarrier_wait(shared.full(stage, C::kPanels - 1), parity);
             prefetch(is_box ? page : -1, table == nullptr ? token : token % args.page_size, boxes);
             parity ^= 1;
         }
@@ -147,14 +152,17 @@ struct LatentProducer {
     }
 
     // Brings the stage's next tile into the L2, whose latency is shorter: of it a lane knows a box.
+    // A block by itself brings the panels that are loaded first: twice as many tiles are under way.
     __device__ __forceinline__ void prefetch(int page, int row, int boxes) const {
-        const bool is_leader = elect_one();
+        const bool is_leader = elect_one(), is_alone = shared.num_blocks == 1;
+        const int begin = is_alone ? stage * C::kHalfPanels : shared.rank;
+        const int end = is_alone ? begin + C::kHalfPanels : C::kPanels;
 #pragma unroll 1
         for (int b = 0; b < boxes; ++b) {
             const int box_page = __shfl_sync(~0u, page, b), box_row = __shfl_sync(~0u, row, b);
             if (is_leader && is_index(box_page, args.num_pages)) {
 #pragma unroll 1
-                for (int p = shared.rank; p < C::kPanels; p += shared.num_blocks) {
+                for (int p = begin; p < end; p += shared.num_blocks) {
                     tma_prefetch_4d(map, p * C::kPanelColumns, box_row, 0, box_page);
                 }
             }
