@@ -148,6 +148,9 @@ def test_which(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shape_of(1, 1, 8256, (32, 8)) == shape_of(64, 1, 4096, (32, 8)) == (0, 0)
     assert shape_of(137, 14, 369, (24, 8)) == shape_of(25, 1, 1133, (4, 4), 192) == (0, 0)
     assert shape_of(64, 10, 448, (16, 2), 64) == shape_of(7, 5, 7232, (20, 5)) == (0, 0)
+    # Of few bytes tiles take longer than they are said to.
+    assert shape_of(5, 9, 2240, (8, 2)) == (8, 4)
+    assert shape_of(64, 5, 601, (12, 1)) == (8, 1)
     # Lengths that differ: no longest one of a block's is waited for.
     assert shape_of(16, 1, 2048, (32, 8), mean=700) == (4, 4)
     assert shape_of(20, 1, 1664, (16, 4), mean=600)[1] >= 2
