@@ -40,6 +40,9 @@ _TIMES = {
 }  # fmt: skip
 _WORK_US, _READ, _CLUSTER_US, _ROUND = 0.067, 1.9, 0.65, 0.06
 _LEVEL_US, _LESS_US = 0.3, 0.4
+# Of caches of 128 columns and so few bytes attention's tiles take more than their estimates by so
+# much, against these.
+_TILES_LATE, _LATE_BYTES = 1.15, 60e6
 _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiprocessor
 # Where parts, whose number is any, are no better: tokens of an item; bytes of all, or of an item;
 # what a multiprocessor reads, and how much longer it may take where there are few.
@@ -136,7 +139,10 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     ):
         return 0, 0
     # Attention's tiles of more rows read a cache less often.
-    is_slower = not is_narrow and split.can_take(problem) and split.best_way(problem).us < us
+    is_late = width_of(given) == _WIDTHS[1] and costs.key_bytes(every[0]) < _LATE_BYTES
+    late = _TILES_LATE if is_late else 1.0
+    is_slower = not is_narrow and split.can_take(problem)
+    is_slower = is_slower and late * split.best_way(problem).us < us
     if is_slower and (room > _LONGEST_SLOWER or sm90.applies(given, parts_of(given))):
         return 0, 0
     return shape

@@ -97,13 +97,15 @@ def test_what_asks_for_more_is_for_whole_tiles_whatever_was_planned(
     [
         ((130,), (4, 1), 128, 16), ((1, 129, 0, -1, 700), (8, 2), 128, 64),
         ((300, 128), (7, 1), 128, 0), ((1500,), (2, 2), 128, 32), ((9100,), (3, 1), 128, 16),
+        ((700, 1500, 0), (4, 1), 128, 16), ((40, 2500, 1025), (2, 1), 128, 16),
     ],
 )  # fmt: skip
 def test_bits(
     hopper_way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
     lengths: tuple[int, ...], heads: tuple[int, int], head_dim: int, page_size: int,
 ) -> None:  # fmt: skip
-    """A cluster scores 2,048 keys at once, in two places in turn: 9,100 come back to each twice."""
+    """A cluster scores 2,048 keys at once, in two places in turn: 9,100 come back to each twice. Of
+    few keys, as its length says and not the room, two warps share each 128."""
     given = given_of(hopper_way, lengths, heads, head_dim, page_size, dtype)
     check(hopper_way, monkeypatch, given)
 

@@ -155,6 +155,9 @@ def test_which(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shape_of(208, 1, 2048, (32, 8), mean=2_200) == (4, 2)
     assert shape_of(64, 1, 8200, (32, 8), mean=7_000) == (0, 0)
     assert shape_of(128, 1, 8192, (32, 8), mean=8_200) == (0, 0)
+    # Of few bytes tiles take longer than they are said to.
+    assert shape_of(5, 9, 2240, (8, 2)) == (8, 4)
+    assert shape_of(64, 5, 601, (12, 1)) == (8, 1)
     # Lengths that differ: no longest one of a block's is waited for.
     assert shape_of(16, 1, 2048, (32, 8), mean=700) == (4, 4)
     assert shape_of(20, 1, 1664, (16, 4), mean=600)[1] >= 2

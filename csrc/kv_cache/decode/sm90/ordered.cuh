@@ -65,20 +65,29 @@ template <typename C>
 __device__ __forceinline__ void score_rounds(Ordered<C>& b) {
     using T = typename C::T;
     const auto& args = b.args;
-    const int row = b.lane_idx / 4, team = b.warp_idx / C::kTeam, in_team = b.warp_idx % C::kTeam;
-    const int own = in_team * C::kBlocks + b.rank;  // of a round's blocks
-    const bool is_leader = in_team == 0 && b.lane_idx == 0;
+    constexpr int kStep = C::kTeams * C::kRound, kPair = C::kScoring / 2;
+    const int row = b.lane_idx / 4;
     // The length, the first pages and the queries, side by side.
     const bool is_one_round = args.max_tokens <= C::kRound * kBlockKeys;
+    const bool is_few = 2 * args.max_tokens <= kStep * kBlockKeys;
+    int team = is_few ? 0 : b.warp_idx / C::kTeam;
+    int own = b.warp_idx % (is_few ? kPair : C::kTeam) * C::kBlocks + b.rank;  // of a round's
     const int early_pages = is_one_round && team == 0 ? b.look_up(own, args.max_tokens) : -1;
     b.read_length();
+    // Few blocks have two warps each.
+    const bool is_shared = 2 * b.num_blocks <= kStep, is_second = is_shared && b.warp_idx >= kPair;
+    if (is_shared && !is_few) {
+        team = 0;
+        own = b.warp_idx % kPair * C::kBlocks + b.rank;
+    }
+    const bool is_leader = own < C::kBlocks && b.lane_idx == 0 && !is_second;
     uint32_t queries[C::kHeadDim / 16][4];  // rows from 8 on are zeros
     const T* const q = args.q + b.batch_idx * args.q_batch_stride +
-                       (b.kv_head * b.group + row) * args.q_head_stride + 2 * (b.lane_idx % 4);
+                       (b.kv_head * b.group + row) * args.q_head_stride;
 #pragma unroll
     for (int k = 0; k < C::kHeadDim / 8; ++k) {
-        queries[k / 2][k % 2 * 2] =
-            ld_global_if(row < b.group, reinterpret_cast<const uint32_t*>(q + 8 * k));
+        queries[k / 2][k % 2 * 2] = ld_global_if(
+            row < b.group, reinterpret_cast<const uint32_t*>(q + 8 * k) + b.lane_idx % 4);
         queries[k / 2][k % 2 * 2 + 1] = 0;
     }
     report_if(args.flag, b.given > args.max_tokens && threadIdx.x == 0, kLengthsOutside);
@@ -94,23 +103,28 @@ __device__ __forceinline__ void score_rounds(Ordered<C>& b) {
                    ? -1
                    : b.place_of(block, pages, args.k_cache_page_stride, args.k_cache_token_stride);
     };
-    constexpr int kStep = C::kTeams * C::kRound;
     int block = block_of(team * C::kRound), next_block = block_of(team * C::kRound + kStep);
-    // Few blocks have the rings of warps that have none.
-    const int depth = 2 * b.num_blocks <= kStep ? C::kUnits : C::kAhead;
-    int64_t places = places_of(block, is_one_round ? early_pages : pages_of(block));
+    int64_t places =
+        places_of(block, is_few || (is_one_round && !is_shared) ? early_pages : pages_of(block));
     int next_pages = pages_of(next_block);
+    // Keys of the first round first.
+    if (team > 0) {
+        b.wait_for_maxima(0);
+    }
     if (block >= 0) {
 #pragma unroll 1
-        for (int unit = 0; unit < depth; ++unit) {
-            b.load_keys(block, unit, places, b.area + (b.warp_idx * depth + unit) * C::kUnitBytes);
+        for (int unit = 0; unit < C::kAhead; ++unit) {
+            b.load_keys(block, is_second * C::kAhead + unit, places,
+                        b.area + (b.warp_idx * C::kAhead + unit) * C::kUnitBytes);
             cp_async_commit();
         }
     }
-    bool is_met = false;
+    cluster_wait();
+    int first = team * C::kRound;
 #pragma unroll 1
-    for (int first = team * C::kRound; first < b.num_blocks; first += kStep) {
+    for (; first < b.num_blocks; first += kStep) {
         const int count = b.count_from(first), round = first / C::kRound, half = round & 1;
+        asm volatile("" : "+r"(own));  // what follows from it is in no registers between rounds
         if (is_leader) {
             mbarrier_arrive_expect_tx(b.maxima_there(round), count * C::kRows * 4);
         }
@@ -119,11 +133,18 @@ __device__ __forceinline__ void score_rounds(Ordered<C>& b) {
         next_pages = pages_of(after_next);
         float scores[2 * C::kTiles][2];
         if (block >= 0) {
-            b.score(block, places, next_block, next_places, depth, queries, scores);
+            b.score(block, places, next_block, next_places, is_shared, queries, scores);
+            if (is_second) {
+                b.pass_scores(scores);
+            } else {
+                if (is_shared) {
+                    b.take_scores(scores);
+                }
+                b.mask(block, scores);
+            }
         }
-        if (!is_met) {
-            cluster_wait();
-            is_met = true;
+        if (is_second) {
+            return;
         }
         if (block >= 0) {
             b.send_maxima(scores, b.maxima + round % C::kMaxima * C::kMaxBytes + own * C::kRows * 4,
@@ -132,10 +153,14 @@ __device__ __forceinline__ void score_rounds(Ordered<C>& b) {
         float shift = 0.f, rescale = 1.f;
         if (C::kTeams == 2 && round > 0) {  // what the other team's round made of the maximum
             b.wait_for_maxima(round - 1);
-            b.template move_shifts<false>(round - 1, 0, C::kRound, shift);
+            b.move_shifts(round - 1, 0, C::kRound);
         }
         b.wait_for_maxima(round);
-        rescale = b.template move_shifts<true>(round, 0, count - own, shift);
+        const int at = count - 1 - own;  // of the own block, from the round's end
+        b.move_shifts(round, 0, at);
+        if (block >= 0) {
+            rescale = b.own_shift(round, at, shift);
+        }
         if (round >= 2) {
             mbarrier_wait(b.probs_free(half), (round / 2 & 1) ^ 1);
         }
@@ -150,27 +175,25 @@ __device__ __forceinline__ void score_rounds(Ordered<C>& b) {
         if (block >= 0) {
             b.send_probs(scores, shift, rescale,
                          b.probs + half * C::kHalfBytes + own * C::kSentBytes,
-                         b.probs_there(half, in_team));
+                         b.probs_there(half, own / C::kBlocks));
         }
-        b.template move_shifts<false>(round, max(0, count - own), count, shift);
+        b.move_shifts(round, max(0, at + 1), count);
         block = next_block;
         places = next_places;
         next_block = after_next;
     }
-    if (!is_met) {
-        cluster_wait();
-    }
-    const int last = (b.num_blocks - 1) / C::kRound;  // of rounds
-    if (in_team == 0 && team == last % C::kTeams) {
+    // Whether this team had the last round.
+    const bool is_last =
+        b.num_blocks > 0 ? first - kStep + C::kRound >= b.num_blocks : b.warp_idx == 0;
+    if (own < C::kBlocks && is_last) {
         if (b.lane_idx % 4 == 0) {
             b.row_shifts()[row] = b.row_shift;
         }
-        __syncwarp();
-        mbarrier_arrive_if(b.shift_there(), b.lane_idx == 0);
+        mbarrier_arrive_if(b.shift_there(), b.lane_idx % 4 == 0);
     }
 }
 
-// Values, from the last block on: each warp's every other one.
+// Values, from the last block on: a warp has every fourth one.
 template <typename C>
 __device__ __forceinline__ void load_rounds(Ordered<C>& b, int loading) {
     b.read_length();
@@ -189,6 +212,10 @@ __device__ __forceinline__ void load_rounds(Ordered<C>& b, int loading) {
         if (slot >= C::kValueSlots) {
             slot -= C::kValueSlots;
             ++turn;
+        }
+        // Keys of the first round first: no other values are waited for before them.
+        if (at == loading && at + C::kLoading < b.num_blocks) {
+            b.wait_for_maxima(0);
         }
     }
     cluster_wait();
@@ -231,12 +258,12 @@ __device__ __forceinline__ void add_rounds(Ordered<C>& b, int summing) {
             }
             if (i == 0) {
                 next.ask(b, summing);
-            } else if (i == 1) {
+            } else if (i == 2) {
                 next.wait(b);
-            } else if (i < 2 + C::kTiles / 2) {
+                next.load_more(b, to);  // what the next block begins with
+            }
+            if (i >= 2 && i < 2 + C::kTiles / 2) {
                 next.load(to, i - 2);
-            } else if (i == 2 + C::kTiles / 2) {
-                next.load_more(b, to);
             }
         }
         __syncwarp();
@@ -295,7 +322,7 @@ __device__ __forceinline__ void attend_in_order(const OrderedArgs<typename C::T>
                 mbarrier_init(b.probs_there(half, i), 1);
             }
         }
-        mbarrier_init(b.shift_there(), 1);
+        mbarrier_init(b.shift_there(), C::kRows);
         for (int i = 0; i < C::kValueSlots; ++i) {
             mbarrier_init(b.value_full(i), 32);
             mbarrier_init(b.value_empty(i), C::kSumming);

@@ -9,6 +9,7 @@
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/st_async.cuh"
+#include "kernel_hub/warpgroup.cuh"
 #include "kv_cache/decode/tiles.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
@@ -50,7 +51,7 @@ struct OrderedConfig {
     static constexpr int kSharedBytes = kRingBytes + 2 * kHalfBytes + kValueSlots * kValueBytes +
                                         kMaxima * kMaxBytes + 8 * kBarriers + 4 * kRows;
     static_assert(kValueChunks == 2 || kValueChunks == 4, "what value_place spreads over banks");
-    static_assert(kAhead == 2 || kAhead == 4, "what score waits for");
+    static_assert(kAhead == 2 && kUnits == 4, "two warps share a block of keys");
     static_assert((kRound & (kRound - 1)) == 0, "a power of two");
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of a multiprocessor");
 };
@@ -207,10 +208,12 @@ struct Ordered {
 
     // This warp's scores of a block of keys, columns 8 j + 2 (lane % 4) and the next one of its
     // row. What is scored makes room for what is behind it: `next`, where that block has places.
+    // Of a block that two warps share each has half of the units, in the first ones' places.
     __device__ __forceinline__ void score(int block, int64_t places, int next, int64_t next_places,
-                                          int depth, const uint32_t (&queries)[C::kHeadDim / 16][4],
+                                          bool is_shared,
+                                          const uint32_t (&queries)[C::kHeadDim / 16][4],
                                           float (&scores)[2 * C::kTiles][2]) {
-        const uint32_t ring = area + warp_idx * depth * C::kUnitBytes;
+        const uint32_t ring = area + warp_idx * C::kAhead * C::kUnitBytes;
         const auto query = [&](int, int k, uint32_t (&a)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -219,13 +222,12 @@ struct Ordered {
         };
 #pragma unroll
         for (int unit = 0; unit < C::kUnits; ++unit) {
-            if (C::kAhead == 4 || depth == 4) {
-                cp_async_wait<3>();
-            } else {
-                cp_async_wait<1>();
+            if (unit == C::kAhead && is_shared) {
+                return;
             }
+            cp_async_wait<C::kAhead - 1>();
             __syncwarp();
-            const uint32_t slot = ring + (unit & (depth - 1)) * C::kUnitBytes;
+            const uint32_t slot = ring + unit % C::kAhead * C::kUnitBytes;
             float found[1][C::kTile / 8][4] = {};
             multiply_keys<C>(query, slot, lane_idx, found);
 #pragma unroll
@@ -234,14 +236,41 @@ struct Ordered {
                 scores[C::kTile / 8 * unit + j][1] = found[0][j][1];
             }
             __syncwarp();
-            const int ahead = unit + depth;
-            if (ahead < C::kUnits) {
+            const int ahead = unit + C::kAhead;
+            if (ahead < C::kUnits && !is_shared) {
                 load_keys(block, ahead, places, slot);
             } else if (next >= 0) {
                 load_keys(next, ahead - C::kUnits, next_places, slot);
             }
             cp_async_commit();
         }
+    }
+
+    // A warp's scores of its half of a block, which is the second one, where the other warp finds
+    // them: the ring of who made them.
+    __device__ __forceinline__ void pass_scores(const float (&scores)[2 * C::kTiles][2]) const {
+        uint8_t* const target =
+            dynamic_shared() + warp_idx * C::kAhead * C::kUnitBytes + 8 * lane_idx;
+#pragma unroll
+        for (int j = 0; j < C::kTiles; ++j) {
+            *reinterpret_cast<float2*>(target + 256 * j) = make_float2(scores[j][0], scores[j][1]);
+        }
+        named_barrier_arrive(1 + warp_idx - C::kScoring / 2, 64);
+    }
+    __device__ __forceinline__ void take_scores(float (&scores)[2 * C::kTiles][2]) const {
+        named_barrier_sync(1 + warp_idx, 64);
+        const uint8_t* const source = dynamic_shared() + 8 * lane_idx +
+                                      (warp_idx + C::kScoring / 2) * C::kAhead * C::kUnitBytes;
+#pragma unroll
+        for (int j = 0; j < C::kTiles; ++j) {
+            const float2 two = *reinterpret_cast<const float2*>(source + 256 * j);
+            scores[C::kTiles + j][0] = two.x;
+            scores[C::kTiles + j][1] = two.y;
+        }
+    }
+
+    // No scores where there are no keys.
+    __device__ __forceinline__ void mask(int block, float (&scores)[2 * C::kTiles][2]) const {
         const int end = length - block * kBlockKeys - 2 * (lane_idx % 4);
         if (end < kBlockKeys) {
 #pragma unroll
@@ -275,41 +304,38 @@ struct Ordered {
         }
     }
 
-    // One step of the running maximum, as Scores::softmax has it; what becomes of earlier sums.
-    __device__ __forceinline__ float move_shift(float score, bool is_first, float& shift) {
-        float largest = fmaf(score, args.scale_log2, -0.f);
-        if (!is_first) {
-            largest = max_nan(largest, row_shift);
-            largest = largest - row_shift <= kRescaleBits ? row_shift : largest;
-        }
-        shift = largest == -INFINITY ? 0.f : largest;
-        const float rescale = is_first ? 1.f : exp2_approx(row_shift - shift);
-        row_shift = largest;
-        return rescale;
+    // One step of the running maximum, as Scores::softmax has it; the first one is from -inf.
+    __device__ __forceinline__ void move_shift(float score) {
+        const float largest = max_nan(fmaf(score, args.scale_log2, -0.f), row_shift);
+        row_shift = largest - row_shift <= kRescaleBits ? row_shift : largest;
     }
 
     __device__ __forceinline__ void wait_for_maxima(int round) const {
         mbarrier_wait(maxima_there(round), round / C::kMaxima & 1);
     }
 
-    // The steps of a round's blocks, from the `from`-th one from its end to the `to`-th; the last
-    // one's factor, where it is wanted.
-    template <bool kIsWanted>
-    __device__ __forceinline__ float move_shifts(int round, int from, int to, float& shift) {
-        const int first = round * C::kRound;
-        const float* largest = reinterpret_cast<const float*>(dynamic_shared() + (maxima - area) +
-                                                              round % C::kMaxima * C::kMaxBytes) +
-                               (count_from(first) - 1 - from) * C::kRows + lane_idx / 4;
-        float rescale = 1.f, score = *largest;
-#pragma unroll 1
+    // The steps of a round's blocks, from the `from`-th one from its end to the `to`-th.
+    __device__ __forceinline__ void move_shifts(int round, int from, int to) {
+        const float* largest = maxima_of(round, from);
+#pragma unroll 4
         for (int at = from; at < to; ++at) {
+            move_shift(*largest);
             largest -= C::kRows;
-            const float next = *largest;  // behind the last one, of what lies there
-            const float factor = move_shift(score, first + at == 0, shift);
-            rescale = kIsWanted ? factor : rescale;
-            score = next;
         }
-        return rescale;
+    }
+    // The step of a round's `at`-th block from its end: what is taken from its scores; what becomes
+    // of earlier sums.
+    __device__ __forceinline__ float own_shift(int round, int at, float& shift) {
+        const float before = row_shift;
+        move_shift(*maxima_of(round, at));
+        shift = row_shift == -INFINITY ? 0.f : row_shift;
+        return round + at == 0 ? 1.f : exp2_approx(before - shift);
+    }
+    // Where a row's largest score of a round's `at`-th block from its end is.
+    __device__ __forceinline__ const float* maxima_of(int round, int at) const {
+        return reinterpret_cast<const float*>(dynamic_shared() + (maxima - area) +
+                                              round % C::kMaxima * C::kMaxBytes) +
+               (count_from(round * C::kRound) - 1 - at) * C::kRows + lane_idx / 4;
     }
 
     // Scores become probabilities, which every block of the cluster is sent, with their sum.
