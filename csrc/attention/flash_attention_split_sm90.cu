@@ -41,11 +41,11 @@ namespace kernel_hub::attention::sm90 {
         flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                      \
             T* out, float* lse, int* flag, float* partials, int* line, ATTENTION_INPUTS,      \
             int* tile_counter, ATTENTION_SHAPE, int window_left, int window_right, int heads, \
-            int tokens, int reciprocal, int least_blocks, int longest, int num_pages,         \
-            int page_size, int box_rows, ATTENTION_SCORES) {                                  \
+            int tokens, int reciprocal, int least_blocks, int longest, int together,          \
+            int num_pages, int page_size, int box_rows, ATTENTION_SCORES) {                   \
             using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>;              \
             const Packing packing = {heads,   tokens,   reciprocal, least_blocks,             \
-                                     longest, partials, line};                                \
+                                     longest, partials, line,       together};                \
             flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, .tile_counter = tile_counter, \
                                      ATTENTION_SHAPE_ARGUMENTS, ATTENTION_SCORE_ARGUMENTS,    \
                                      .packing = packing});                                    \
@@ -65,9 +65,9 @@ namespace kernel_hub::attention::sm90 {
             int least_blocks, int longest, int sink_type, int blocks, int team, int scan,          \
             int groups, int strips, int width, int rows, int reciprocal_n) {                       \
             using C = MergeConfig<T>;                                                              \
-            const Packing packing = {                                                              \
-                heads,   tokens,   reciprocal, least_blocks,                                       \
-                longest, partials, line,       static_cast<uint32_t>(reciprocal_n)};               \
+            const Packing packing = {heads,        tokens,  reciprocal,                            \
+                                     least_blocks, longest, partials,                              \
+                                     line,         1,       static_cast<uint32_t>(reciprocal_n)};  \
             merge<C, IS_LEFT>({.out = out,                                                         \
                                .lse = lse,                                                         \
                                .flag = flag,                                                       \

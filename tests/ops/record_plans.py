@@ -129,6 +129,7 @@ def pretending(gpu: tuple[Any, ...]) -> Iterator[_Recorder]:
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "current_stream", lambda *_: stream),
             (counters, "_current_stream", None),
+            (counters, "_FEW", 0),  # a copy would go to a GPU
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             *((torch, name, maker) for name, maker in makers.items()),
             (torch.Tensor, "new_empty", lambda x, *size, dtype=None, device=None:

@@ -4,10 +4,10 @@
 //   in shares: kBlockN keys; each block takes a stretch of the line, all of them equally long;
 //   in parts:  an equal part, of `longest` blocks of keys at most; a block takes one of them;
 //   in turn:   all that it sees, or where lengths are on the device parts of no more than a share,
-//              the longest first; a block takes one of each round, or where lengths differ draws
-//              the next (Parameters::tile_counter), so that those that run at a time read the same
-//              keys: with shares longer than a tile, each block reads keys of its own from memory,
-//              of many kv heads at a time.
+//              the longest first; a block takes one of each round, or where lengths or what tiles
+//              see of them differ draws the next (Parameters::tile_counter), so that those that run
+//              at a time read the same keys: with shares longer than a tile, each block reads keys
+//              of its own from memory, of many kv heads at a time.
 // Parts are longer than shares, and are fewer pieces: a share may have the ends of two tiles.
 // Tiles of a sequence are as wide as its widest. In the line come, outermost first: sequences, kv
 // heads, chunks of keys (of a share's length, or a part), tiles, the last one first, units: blocks
@@ -299,8 +299,8 @@ struct Walker {
         : p(p_), line(line_), longest(line_.longest) {
         units = has_device_lengths(p) ? line.begin[p.batch_size] : line.begin[0] * p.batch_size;
         share = share_of(p, longest, units, gridDim.x);
-        is_drawn = has_device_lengths(p) && p.packing.longest > Packing::kAsTheyCome &&
-                   units > static_cast<int>(gridDim.x);
+        is_drawn = (has_device_lengths(p) || p.packing.together > 1) &&
+                   p.packing.longest > Packing::kAsTheyCome && units > static_cast<int>(gridDim.x);
         first = 0;
         place = blockIdx.x;
         at = place * share;
@@ -314,6 +314,17 @@ struct Walker {
             batch = is_before ? middle : batch;
             behind = is_before ? behind : middle;
         }
+    }
+
+    // Whole tiles of sequences of one length: the place in the line of the one that is `index`-th
+    // where the last ones of all kv heads that run together come first.
+    __device__ __forceinline__ int place_of(int index) const {
+        const int tiles = quotient(line.begin[0], p.num_kv_heads), together = p.packing.together;
+        const int group = quotient(index, together * tiles);
+        const int size = min(together, p.batch_size * p.num_kv_heads - group * together);
+        const int rest = index - group * together * tiles;
+        const int row = quotient(rest, size);
+        return (group * together + rest - row * size) * tiles + row;
     }
 
     // The next piece that sees keys.
@@ -341,22 +352,21 @@ struct Walker {
                 }
                 continue;
             }
-            int begin;
+            int rest;
             if (has_device_lengths(p)) {
 #pragma unroll 1
                 while (line.begin[batch + 1] <= at) {
                     ++batch;
                 }
-                begin = line.begin[batch];
+                rest = at - line.begin[batch];
             } else {
-                const int own = line.begin[0];
-                batch = quotient(at, own);
-                begin = batch * own;
+                const int own = line.begin[0], in_line = p.packing.together > 1 ? place_of(at) : at;
+                batch = quotient(in_line, own);
+                rest = in_line - batch * own;
             }
             const int found = has_device_lengths(p) ? line.batch[batch] : batch;
             Sequence<C> sequence(p, found);
             sequence.deal(longest, share);
-            int rest = at - begin;
             const int kv_head = quotient(rest, sequence.tiles * sequence.width);
             rest -= kv_head * sequence.tiles * sequence.width;
             const int unit = quotient(rest, sequence.tiles);

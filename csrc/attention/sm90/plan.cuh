@@ -105,6 +105,9 @@ struct Packing {
     int longest;
     float* partials;  // of each block, kSlots pieces
     int* line;        // where each sequence begins in the line, its end, `longest` as found
+    // Whole tiles of sequences of one length: so many (sequence, kv head) pairs run through their
+    // tiles together, the last ones of all of them first; 1: pair by pair.
+    int together = 1;
     // The merge's: ceil(2^32 / (keys of a block / 16)), exact for blocks of up to 256.
     uint32_t reciprocal_n = 0;
 
@@ -197,9 +200,12 @@ struct Tile {
 };
 
 // The sequences with keys and queries, the longest first, where their lengths are on the device.
+// Those of a group are alike in keys and tiles, and run through these together.
 struct Order {
-    static constexpr int kMost = 256;  // with more of them they stay in the order they have
-    alignas(16) int end[kMost];        // how many tiles there are up to here
+    static constexpr int kMost = 256;      // with more of them they stay in the order they have
+    static constexpr int kMostAlike = 16;  // of a group
+    // How many tiles there are up to here; but for a group's last sequence, up to the group.
+    alignas(16) int end[kMost];
     unsigned char batch[kMost];
     int count;  // of all tiles; in the order they have: of those before the sequence at hand
 };

@@ -26,6 +26,11 @@ __device__ __forceinline__ bool has_order(const Parameters& p) {
     return has_lengths(p) && p.batch_size <= Order::kMost;
 }
 
+// Of as many keys and tiles each, at most.
+__device__ __forceinline__ int sequences_a_group(const Parameters& p) {
+    return max(1, min(Order::kMostAlike, p.heads_per_group / p.num_heads));
+}
+
 // Tiles of a sequence; none where there are no keys.
 template <class C>
 __device__ __forceinline__ int count_tiles(const Parameters& p, int batch) {
@@ -43,15 +48,17 @@ __device__ __forceinline__ int sum_of_lanes(int value) {
     return value;
 }
 
-// Sorts the sequences by their keys. Every thread of the block; ends with a barrier.
+// Sorts the sequences by their keys, and finds those that are alike. Every thread of the block;
+// ends with a barrier.
 template <class C>
 __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
     const int batch = threadIdx.x;
     const bool is_one = batch < p.batch_size;
     int keys = 0, tiles = 0, rank = 0;
+    bool follows = false;
     if (is_one) {
-        keys = find_keys(p, batch).count;
         tiles = count_tiles<C>(p, batch);
+        keys = tiles > 0 ? find_keys(p, batch).count : 0;
     }
     if (batch < Order::kMost) {
         order.end[batch] = is_one ? keys : -1;
@@ -62,7 +69,15 @@ __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
     }
     __syncthreads();
     if (is_one) {
-        order.end[rank] = tiles;
+        order.end[rank] = keys;
+    }
+    __syncthreads();
+    if (is_one) {
+        follows = rank % 32 % sequences_a_group(p) != 0 && order.end[rank - 1] == keys;
+    }
+    __syncthreads();
+    if (is_one) {
+        order.end[rank] = follows ? ~tiles : tiles;
         order.batch[rank] = batch;
     }
     __syncthreads();
@@ -70,10 +85,14 @@ __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
         int sum = 0;
 #pragma unroll 1
         for (int first = 0; first < p.batch_size; first += 32) {
-            const int i = first + threadIdx.x;
-            const int end = sum + sum_of_lanes(i < p.batch_size ? order.end[i] : 0);
+            const int i = first + threadIdx.x, found = i < p.batch_size ? order.end[i] : 0;
+            const int own = max(found, ~found), left = __shfl_up_sync(kAllLanes, own, 1);
+            const unsigned begins = __ballot_sync(kAllLanes, found >= 0 || own != left);
+            const int end = sum + sum_of_lanes(own);
+            const int begin =
+                __shfl_sync(kAllLanes, end - own, 31 - __clz(begins & (2u << threadIdx.x) - 1));
             if (i < p.batch_size) {
-                order.end[i] = end;
+                order.end[i] = threadIdx.x == 31 || begins >> threadIdx.x & 2 ? end : begin;
             }
             sum = __shfl_sync(kAllLanes, end, 31);
         }
@@ -132,7 +151,7 @@ struct Schedule {
     // Tile number `index`, which must not fall from call to call; of a whole warp. False after the
     // last one; row_begin is beyond seqlen_q where there is no such tile.
     __device__ __forceinline__ bool find(int index, Tile& tile) {
-        int batch = -1;
+        int batch = -1, alike = 1;
         if (has_order(p)) {
             if (index >= order.count) {
                 return false;
@@ -144,7 +163,12 @@ struct Schedule {
                 before = __ballot_sync(kAllLanes, i < p.batch_size && order.end[i] <= index);
                 cursor += __popc(before);
             }
-            index -= cursor == 0 ? 0 : order.end[cursor - 1];
+            const int begin = cursor == 0 ? 0 : order.end[cursor - 1];
+            const int back = cursor - 1 - threadIdx.x % 32;
+            const unsigned others = __ballot_sync(kAllLanes, back < 0 || order.end[back] != begin);
+            // The last of those before a group ends where it begins.
+            alike = __ffs(others) - 1 + (begin == 0);
+            index -= begin;
             batch = order.batch[cursor];
         } else if (has_lengths(p)) {
             int count = order.count, before = 32;
@@ -173,7 +197,7 @@ struct Schedule {
         int heads_per_group = p.heads_per_group;
         if (batch >= 0) {
             num_rows = count_rows<C>(p, find_queries(p, batch).count);
-            num_pairs = num_heads;
+            num_pairs = alike * num_heads;
             heads_per_group = min(num_pairs, heads_per_group);
         } else if (index >= num_rows * num_pairs) {
             return false;
@@ -190,12 +214,13 @@ struct Schedule {
             row = index % num_rows;
             pair = index / num_rows;
         }
-        int head = pair;
+        const int sequence = pair / num_heads;
         if (batch < 0) {
-            batch = pair / num_heads;
-            head = pair - batch * num_heads;
+            batch = sequence;
+        } else if (alike > 1) {
+            batch = order.batch[cursor - alike + 1 + sequence];
         }
-        tile = describe<C>(p, row, batch, head);
+        tile = describe<C>(p, row, batch, pair - sequence * num_heads);
         return true;
     }
 };

@@ -18,7 +18,7 @@ from ..core import bounds, common
 from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch, nothing
-from .forward_sm90 import MAX_TILES, MAX_TOKENS, NUM_COUNTERS, heads_a_group
+from .forward_sm90 import MAX_TILES, MAX_TOKENS, NUM_COUNTERS
 from .problem import (
     SCALES,
     Options,
@@ -29,7 +29,7 @@ from .problem import (
     strides_of,
     tensor_map,
 )
-from .tile_costs import TileCost, prompt_of, prompt_us
+from .tile_costs import TileCost, heads_a_group, prompt_of, prompt_us
 
 CUBIN = "flash_attention_fp8_sm90"
 # Tokens that share a scale where scales are given for blocks.

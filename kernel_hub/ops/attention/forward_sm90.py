@@ -20,7 +20,7 @@ from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch, nothing
 from . import forward_split_sm90 as split
 from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
-from .tile_costs import wider_rows
+from .tile_costs import heads_a_group, wider_rows
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
@@ -37,14 +37,6 @@ _WIDE_SHORT = 160  # tokens of the longest of those
 # which fewer rows may be better.
 _NARROWEST, _ROWS192_WIDEST, _ROWS, _MORE_ROWS, _FEW_ROWS = 64, 96, 128, 192, 1024
 NUM_COUNTERS = 2  # the next tile, blocks that are done
-# K and V of the heads that run together stay in the L2: of 50 MB on an H100 half is near.
-_L2_BYTES = 18 << 20
-# Of all heads of a group: two tiles a multiprocessor, half of their keys masked; where there are
-# more than so many times that, one is enough.
-_GROUP_QUERIES, _MANY_GROUPS = 264 * 128, 5
-# Of short prompts of wide heads (columns of k and v), from so many tiles on, queries and output
-# count too, and a tile for every other multiprocessor is enough.
-_WIDE_HEADS, _MORE_L2_BYTES, _SHORT_WIDE, _SOME_TILES, _FEW_TILES = 320, 22 << 20, 1024, 250, 66
 # The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
 MAX_TOKENS = 1 << 29
 MAX_TILES = 1 << 30
@@ -269,33 +261,6 @@ def whole_us(problem: Problem) -> tuple[float, ...]:
     body = _choose(problem)
     assert body is not None, problem.widest_head
     return split.whole_us(problem, body.stated, body.mean_width)
-
-
-def heads_a_group(problem: Problem, seqlen_k: int) -> int:
-    """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2.
-
-    The last group begins with its longest tiles when the others end, so groups are about alike,
-    and have work for as long as a longest tile takes.
-    """
-    num_heads, head_dim = problem.q.shape[-2:]
-    num_kv_heads = max(1, problem.k.shape[-2])
-    head_dims = head_dim + problem.v.shape[-1]
-    if problem.window[0] >= 0:  # what tiles side by side see
-        seqlen_k = min(seqlen_k, problem.window[0] + 2 * _ROWS)
-    pair_bytes = max(1, seqlen_k * head_dims * problem.q.element_size())
-    num_pairs = num_kv_heads * (1 if problem.has_lengths else problem.batch_size)
-    group = max(1, num_heads // num_kv_heads)
-    seqlen_q = max(1, problem.seqlens[0])
-    least = -(-_GROUP_QUERIES // (seqlen_q * group))
-    if num_pairs * group * seqlen_q > _MANY_GROUPS * _GROUP_QUERIES:
-        least = -(-least // 2)
-    l2_bytes, tiles = _L2_BYTES, -(-seqlen_q // _ROWS) * group
-    is_wide = head_dims > _WIDE_HEADS and problem.q.element_size() == 2
-    if is_wide and seqlen_q <= _SHORT_WIDE and num_pairs * tiles >= _SOME_TILES:
-        l2_bytes, least = _MORE_L2_BYTES, -(-_FEW_TILES // tiles)
-        pair_bytes += group * seqlen_q * head_dims * problem.q.element_size()
-    num_groups = max(1, round(num_pairs / max(1, least, round(l2_bytes / pair_bytes))))
-    return max(1, -(-num_pairs // num_groups)) * group
 
 
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:

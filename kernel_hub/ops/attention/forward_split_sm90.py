@@ -25,6 +25,7 @@ from .problem import (
     strides_of,
     tensor_map,
 )
+from .tile_costs import is_surely_in_turn, pairs_together
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
@@ -44,11 +45,11 @@ _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
 # Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
 _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
-# Rows of tiles; tokens of which both have two tiles, and up to which fewer rows may be better.
-_ROWS, _MORE_ROWS, _MOST_TWO_TILES, _MOST_SHORT = 128, 192, 288, 1024
 # Columns of the tiles of few rows; keys up to which two blocks of them are no slower.
 _FEW_ROWS_WIDTH, _FEW_ROWS_LONGEST = 128, 8192
 _SHORT_BLOCKS = 3  # of keys: to sort such tiles takes longer than it saves
+_HARDLY_MORE, _SURELY = 1.15, 0.93  # rounds of prompts; shares of those whose tiles are few
+_DEALT_ROUNDS = 1.6  # of tiles that differ: the first have the shortest next
 
 
 class Packed(NamedTuple):
@@ -123,9 +124,11 @@ def bodies_of(problem: Problem) -> list[Body]:
     mask = "window" if problem.window[0] >= 0 or problem.softcap != 0 else "causal"
     fitting = [x for x in BODIES if x.mask == mask and x.head_dim >= problem.widest_head]
     least = min(body.head_dim for body in fitting)
-    seqlen_k = min(problem.seqlens[1], problem.max_seqlen_k)
-    is_few = least <= _FEW_ROWS_WIDTH and seqlen_k <= _FEW_ROWS_LONGEST
-    is_few = is_few and problem.batch_size > 0 and costs.is_chunk(costs.sizes_of(problem)[0])
+    is_few = least <= _FEW_ROWS_WIDTH and problem.batch_size > 0
+    if is_few:
+        seqlen_k = min(problem.seqlens[1], problem.max_seqlen_k)
+        is_few = costs.is_chunk(costs.sizes_of(problem)[0]) and seqlen_k <= _FEW_ROWS_LONGEST
+        is_few = is_few or (least == _FEW_ROWS_WIDTH and _is_short_causal(problem))
     return [x for x in fitting if (is_few if x.has_few_rows else x.head_dim == least)]
 
 
@@ -159,22 +162,35 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
     if choice:
         return True
     block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
-    if is_crowded(problem, block_m):
+    if is_crowded(problem, block_m) or _is_short_causal(problem):
         is_narrow = problem.widest_head <= 64 and problem.q.dtype == torch.bfloat16
         if problem.softcap != 0 and is_narrow:
             return False  # that one tells tiny scores from others, these do not
         num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
         every = (costs.whole_prompts_us(x, width, block_m, block_n, num_sms) for x in sizes)
         return best_way(problem, block_m).us < mean_of(every)
-    return best_way(problem).us < mean_of(whole_us(problem, whole, width))
+    surely = _SURELY if _prompt_rounds(problem, block_m) > 1 else 1.0
+    return best_way(problem).us < surely * mean_of(whole_us(problem, whole, width))
 
 
 def is_crowded(problem: Problem, block_m: int) -> bool:
     """Whether a problem is of prompts, with tiles of so many rows for all multiprocessors: these
     differ in their keys, which forward_sm90's schedule orders."""
+    rounds = _prompt_rounds(problem, block_m)
+    # Hardly more than a round, of alike tiles, is as long as two of them; less in shares.
+    is_alike = problem.widest_head <= 64 and max(problem.window) < 0 and not problem.has_lengths
+    return rounds >= 1 and not (is_alike and 1 < rounds <= _HARDLY_MORE)
+
+
+def _prompt_rounds(problem: Problem, block_m: int) -> float:
     sizes = costs.sizes_of(problem)[0]
     tiles = -(-sizes.seqlen_q // block_m) * sizes.batch_size * sizes.num_heads
-    return sizes.is_prompt and tiles >= device_of(problem.q.device).num_sms
+    return sizes.is_prompt * tiles / device_of(problem.q.device).num_sms
+
+
+def _is_short_causal(problem: Problem) -> bool:
+    is_alike = problem.q.shape[-1] == problem.v.shape[-1]
+    return is_alike and costs.is_short_causal(costs.sizes_of(problem)[0])
 
 
 def whole_us(problem: Problem, whole: Stated, width: int) -> tuple[float, ...]:
@@ -198,41 +214,22 @@ def _places(tile: costs.PackedTile, num_sms: int) -> int:
     return min(_MAX_SMS, num_sms * tile.places)
 
 
-def _is_surely_in_turn(problem: Problem, tile: costs.PackedTile, sizes: costs.Sizes) -> bool:
-    """Whether prompts of one length are surely better in turn, in tiles of 128 rows, as those of
-    forward_sm90 are of 192: many of 96 columns or fewer and heads alone; windows of 64 columns that
-    are dealt in one round."""
-    if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
-        return False
-    seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
-    rounds = tiles * sizes.batch_size * sizes.num_heads / device_of(problem.q.device).num_sms
-    if sizes.window_left >= 0:
-        return tile.width == 64 and problem.softcap == 0 and rounds <= 1
-    if sizes.num_heads != sizes.num_kv_heads or tile.width > 96:
-        return False
-    if tile.width == 64:  # tiles of 192 rows are half empty
-        return problem.softcap == 0 and sizes.window_right < 0 and seqlen_q <= _ROWS and rounds > 4
-    if sizes.window_right < 0:  # rows of heads that begin between the L2's sectors
-        return _ROWS < seqlen_q <= 2 * _ROWS and problem.widest_head % 16 != 0 and rounds >= 2.5
-    is_short = _MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT
-    return is_short and rounds >= 3
-
-
 def best_way(problem: Problem, whole_rows: int = 0) -> Way:
     """The fastest, by their costs; whole_rows: of the tiles that a prompt would have elsewhere."""
     num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
     ways, is_packed = [], whole_rows > 0 and is_crowded(problem, whole_rows)
+    is_short = whole_rows > 0 and _is_short_causal(problem)
     for body in bodies_of(problem):
         tile = _tile(problem, body)
-        if _is_surely_in_turn(problem, tile, sizes[0]):
+        if is_surely_in_turn(problem, tile, sizes[0]):
             return Way(body, tile, math.inf, 0.0)
-        if is_packed:
-            every = (costs.packed_prompts_us(x, tile, whole_rows, num_sms) for x in sizes)
-            tiles = math.inf if body.has_few_rows else mean_of(every)  # not for whole prompts
-            ways.append(Way(body, tile, math.inf, tiles))
+        places, shares = _places(tile, num_sms), math.inf
+        if not is_packed:
+            shares = mean_of(costs.split_us(each, tile, places) for each in sizes)
+        if is_packed or is_short:
+            tiles = mean_of(costs.packed_prompts_us(x, tile, whole_rows, num_sms) for x in sizes)
+            ways.append(Way(body, tile, shares / _SURELY, tiles))
             continue
-        places = _places(tile, num_sms)
-        shares = mean_of(costs.split_us(each, tile, places) for each in sizes)
         tiles = math.inf  # whole prompts': forward_sm90 knows the order
         if not sizes[0].is_prompt:
             tiles = mean_of(costs.tiles_us(each, tile, places) for each in sizes)
@@ -287,7 +284,10 @@ def plan(
     num_blocks = min(most_blocks, tiles)
     sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
     seen = costs.blocks_seen(sizes, tokens, block_n)
+    together = pairs_together(problem, sizes, seen * block_n, tiles / most_blocks, tile.width)
     longest = _SORTED if seen > _SHORT_BLOCKS else _AS_THEY_COME
+    if together > 1:
+        longest = _SORTED if tiles > _DEALT_ROUNDS * most_blocks else _AS_THEY_COME
     if is_cut:
         num_blocks = min(most_blocks, -(-tiles * (seen + 1) // least_blocks))
         share = costs.share_of(tiles * seen, num_blocks)
@@ -326,6 +326,7 @@ def plan(
     tables = problem.cu_seqlens_k, table, problem.cache_seqlens
     numbers = (
         *places, 0 if table is None else table.stride(0), *common_numbers,
+        1 if is_cut else together,
         k.shape[0],  # where paged: pages
         page_size, box_rows, int(any(each is not None for each in tables)), problem.sink_type,
         *problem.exponents, *problem.small_scores,

@@ -290,6 +290,7 @@ class Sizes(NamedTuple):
     has_lengths: bool = False
     is_varlen: bool = False
     bytes_a_us: float = _BYTES_A_US
+    has_softcap: bool = False
 
     @property
     def evenness(self) -> float:
@@ -331,7 +332,7 @@ def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
         batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window, mean,
         (problem.q.shape[-1] + problem.v.shape[-1]) / 2, problem.has_lengths,
         problem.cu_seqlens_q is not None and batch_size > 1,
-        device_of(problem.q.device).peak_bytes_a_us * _OF_PEAK,
+        device_of(problem.q.device).peak_bytes_a_us * _OF_PEAK, problem.softcap != 0,
     )  # fmt: skip
     if is_known:
         return (sizes,)

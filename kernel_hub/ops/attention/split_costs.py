@@ -9,11 +9,13 @@ import math
 
 from .packed_tile import PackedTile
 from .problem import Sizes, sizes_of
+from .tile_costs import Prompt, blocks_of, is_short_causal, short_causal_us
 
 __all__ = [
     "COARSE_STEP", "LEAST_BLOCKS", "MOST_LONGER", "SLOTS", "STEP", "PackedTile", "Sizes",
-    "blocks_seen", "has_parts", "is_chunk", "key_bytes", "longest_part", "packed_prompts_us",
-    "share_of", "sizes_of", "split_us", "tiles_us", "wants_parts", "whole_prompts_us", "whole_us",
+    "blocks_seen", "has_parts", "is_chunk", "is_short_causal", "key_bytes", "longest_part",
+    "packed_prompts_us", "share_of", "sizes_of", "split_us", "tiles_us", "wants_parts",
+    "whole_prompts_us", "whole_us",
 ]  # fmt: skip
 
 SLOTS = 3  # of a block's pieces: Packing::kSlots
@@ -58,11 +60,11 @@ _LONGEST = 1.1  # whole tiles of caches that differ, by the longest: whatever ot
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
 # Of prompts: what is left of a tile's beginning and end in whole tiles; of the longest
 # what the mean tile sees more than the mean; in turn where they are surely faster.
-_QUICK, _LONGER, _SURELY = 0.6, 0.34, 0.97
+_QUICK, _LONGER, _SURELY, _HARDLY = 0.6, 0.34, 0.97, 0.99
 _SHORT = 4  # stretches more in the share with the shortest tiles
 # Of prompts that `_sees_few` says: their tokens, without a window; a launch; a tile, and what 128
-# columns of it add, whole and of packed heads in turn; tiles of a sequence that are looked at.
-_FEW_TOKENS, _LOOKED_AT = 1280, 64
+# columns of it add, whole and of packed heads in turn.
+_FEW_TOKENS = 1280
 _PROMPT, _PROMPT_LESS_US = 0.92, 1.7  # of whole tiles, of which not every multiprocessor has one
 _FEW_START_US, _FEW_TILE_US, _FEW_TURN_US = 6.7, (0.6, 1.5), (0.9, 2.1)
 
@@ -210,6 +212,9 @@ def whole_prompts_us(
     """forward_sm90's, of prompts that have tiles for all multiprocessors."""
     tiles = _parts(sizes, block_m) * sizes.batch_size * sizes.num_heads
     unit_us = _whole_unit_us(sizes, width, block_m, block_n)
+    known = short_causal_us(sizes, width, block_m, None, block_n, num_sms)
+    if known is not None:
+        return known
     if _sees_few(sizes):
         return _few_us(sizes, tiles, block_m, unit_us, _FEW_TILE_US, width, block_n, num_sms)
     begin_us = _QUICK * _prompt_tile_us(width)
@@ -229,6 +234,10 @@ def packed_prompts_us(
     if not _sees_few(sizes) and (sizes.window_left >= 0 or not has_more):
         return math.inf
     heads, tokens, _ = tile.pack(sizes.seqlen_q, group)
+    places, packed = num_sms * tile.places, (heads, tokens)
+    known = short_causal_us(sizes, tile.width, tile.block_m, packed, tile.block_n, places)
+    if known is not None:
+        return known / _HARDLY
     tiles = _parts(sizes, tokens) * -(-group // heads) * sizes.batch_size * sizes.num_kv_heads
     if _sees_few(sizes):
         us = _few_us(
@@ -255,16 +264,9 @@ def _few_us(
 ) -> float:  # fmt: skip
     """Of tiles of so many tokens, which see few blocks of keys: where they lie in them counts."""
     left, right = sizes.window_left, sizes.window_right
-    # An odd step meets every place of a tile in a block of keys.
-    firsts = range(0, sizes.seqlen_q, tokens * (sizes.seqlen_q // tokens // _LOOKED_AT | 1))
-    seen = 0
-    for first in firsts:
-        at = first + int(sizes.mean) - sizes.seqlen_q
-        end = at + min(tokens, sizes.seqlen_q - first) + right
-        end = min(end, sizes.seqlen_k) if right >= 0 else sizes.seqlen_k
-        begin = max(0, at - left) if left >= 0 else 0
-        seen += max(0, -(-end // block_n) - begin // block_n)
-    each = seen / len(firsts) * unit_us + tile_us[0] + tile_us[1] * width / 128
+    prompt = Prompt(sizes.batch_size, sizes.seqlen_q, int(sizes.mean), left, right)
+    seen, _ = blocks_of(prompt, tokens, block_n)
+    each = seen * unit_us + tile_us[0] + tile_us[1] * width / 128
     return _FEW_START_US + math.ceil(tiles / num_sms) * each
 
 

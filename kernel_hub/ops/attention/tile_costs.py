@@ -1,4 +1,5 @@
-"""About how long whole tiles of prompts take on Hopper, to choose among their sizes.
+"""About how long tiles of prompts take on Hopper, to choose among their sizes; which heads run
+through theirs together.
 
 Fitted to what drawn cases took on an H100 (docs/notes/flash_attention_sm90.md).
 """
@@ -9,24 +10,29 @@ import math
 from typing import NamedTuple
 
 from ..core.device import device_of
-from .problem import Problem
+from .packed_tile import PackedTile
+from .problem import Problem, Sizes
 
 _START_US = 3.5
 _MOST_COUNTED, _LATE = 8, 0.4  # rounds that are counted; of one, that the last takes after more
 _APART = 0.35  # the same where tiles differ in their keys, the longest first
 _LOOKED_AT = 64  # tiles of a sequence
-_NARROWEST, _ROWS = 64, 128
+_NARROWEST, _ROWS, _MORE_ROWS = 64, 128, 192
+# Tokens of which tiles of both have two, and up to which fewer rows may be better.
+_MOST_TWO_TILES, _MOST_SHORT = 288, 1024
 _RAGGED_ROUNDS = 2.4  # of tiles of sequences that differ, for larger ones to be better
 
 
 class TileCost(NamedTuple):
     """Of so many tokens over blocks of keys: a block takes unit_us, its beginning and end
-    begin_us."""
+    begin_us; a launch of them start_us, and `late` of a mean tile where they differ in keys."""
 
     tokens: int
     block_n: int
     unit_us: float
     begin_us: float
+    start_us: float = _START_US
+    late: float = _APART
 
 
 class Prompt(NamedTuple):
@@ -60,9 +66,10 @@ def rounds_of(prompt: Prompt, tokens: int, num_sms: int) -> float:
     return tiles * prompt.heads / num_sms
 
 
-def prompt_us(prompt: Prompt, tile: TileCost, num_sms: int) -> float:
-    """About how long it takes in such tiles."""
-    seqlen_q, seqlen_k, tokens = prompt.seqlen_q, prompt.seqlen_k, tile.tokens
+def blocks_of(prompt: Prompt, tokens: int, block_n: int) -> tuple[float, int]:
+    """(the mean, the most) of the blocks of keys that tiles of so many tokens touch."""
+    seqlen_q, seqlen_k = prompt.seqlen_q, prompt.seqlen_k
+    # An odd step meets every place of a tile in a block of keys.
     firsts = range(0, seqlen_q, tokens * (seqlen_q // tokens // _LOOKED_AT | 1))
     seen, most = 0, 0
     for first in firsts:
@@ -72,15 +79,22 @@ def prompt_us(prompt: Prompt, tile: TileCost, num_sms: int) -> float:
             end = min(seqlen_k, at + min(tokens, seqlen_q - first) + prompt.right)
         if prompt.left >= 0:
             begin = max(0, at - prompt.left)
-        blocks = max(0, -(-end // tile.block_n) - begin // tile.block_n)
+        blocks = max(0, -(-end // block_n) - begin // block_n)
         seen, most = seen + blocks, max(most, blocks)
-    mean_us = tile.begin_us + seen / len(firsts) * tile.unit_us
-    rounds = rounds_of(prompt, tokens, num_sms)
+    return seen / len(firsts), most
+
+
+def prompt_us(prompt: Prompt, tile: TileCost, num_sms: int) -> float:
+    """About how long it takes in such tiles."""
+    mean, most = blocks_of(prompt, tile.tokens, tile.block_n)
+    mean_us = tile.begin_us + mean * tile.unit_us
+    rounds = rounds_of(prompt, tile.tokens, num_sms)
     if prompt.right == 0:
         longest = tile.begin_us + most * tile.unit_us
-        return _START_US + (longest if rounds <= 1 else max(longest, (rounds + _APART) * mean_us))
+        us = longest if rounds <= 1 else max(longest, (rounds + tile.late) * mean_us)
+        return tile.start_us + us
     rounds = math.ceil(rounds) if rounds <= _MOST_COUNTED else rounds + _LATE
-    return _START_US + rounds * mean_us
+    return tile.start_us + rounds * mean_us
 
 
 # Of 128 and of 192 rows, by the width of the larger and whether rows of heads are askew; how much
@@ -108,3 +122,136 @@ def wider_rows(problem: Problem) -> int:
         return 0
     is_better = prompt_us(prompt, more, num_sms) < surely * prompt_us(prompt, fewer, num_sms)
     return width if is_better else 0
+
+
+# unit_us, begin_us, start_us and late of short causal prompts whose heads share keys, by columns
+# and rows: whole tiles, and those of packed heads in turn; of 64 rows two at a time.
+_APART_TILES = {
+    (64, 128): (0.914, 1.25, 5.0, 0.5), (64, 192): (0.968, 2.0, 5.5, 0.7),
+    (128, 128): (1.177, 2.0, 5.0, 0.7), (256, 128): (1.017, 4.75, 3.0, 0.7),
+}  # fmt: skip
+_IN_TURN_TILES = {
+    (64, 128): (1.247, 1.0, 6.5, 0.0), (64, 192): (1.152, 2.5, 4.5, 0.35),
+    (128, 128): (1.157, 2.25, 6.0, 0.5), (128, 64): (0.599, 3.0, 3.5, 0.7),
+    (256, 128): (1.423, 4.75, 4.0, 0.7),
+}  # fmt: skip
+_SHORT_CAUSAL = 1280  # tokens
+# Of those tiles of 64 rows: tokens, and rounds of all that run at a time.
+_FEW_ROWS, _FEW_ROWS_LONGEST, _FEW_ROWS_ROUNDS = 64, 768, 6
+
+
+def is_short_causal(sizes: Sizes) -> bool:
+    """Whether prompts are of one length, short, causal, and their heads share keys."""
+    return (
+        sizes.is_prompt
+        and sizes.num_heads > sizes.num_kv_heads
+        and sizes.seqlen_q <= _SHORT_CAUSAL
+        and (sizes.window_left, sizes.window_right) == (-1, 0)
+        and (sizes.head_dim <= 64 or 96 < sizes.head_dim <= 128 or sizes.head_dim > 192)
+        and not (sizes.has_lengths or sizes.has_softcap)
+    )
+
+
+def short_causal_us(
+    sizes: Sizes, width: int, rows: int, packed: tuple[int, int] | None, block_n: int, places: int
+) -> float | None:
+    """About how long they take in tiles of so many columns and rows, of which `places` run at a
+    time; packed: heads and tokens of those in turn. None where nothing is known of such tiles."""
+    known = (_APART_TILES if packed is None else _IN_TURN_TILES).get((width, rows))
+    if known is None or not is_short_causal(sizes):
+        return None
+    heads, tokens = packed or (1, rows)
+    packs = -(-sizes.num_heads // sizes.num_kv_heads // heads) * sizes.num_kv_heads
+    prompt = Prompt(sizes.batch_size * packs, sizes.seqlen_q, int(sizes.mean), -1, 0)
+    is_long = sizes.seqlen_q > _FEW_ROWS_LONGEST
+    if rows == _FEW_ROWS and (is_long or rounds_of(prompt, tokens, places) > _FEW_ROWS_ROUNDS):
+        return math.inf
+    return prompt_us(prompt, TileCost(tokens, block_n, *known), places)
+
+
+def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
+    """Whether prompts of one length are surely better in turn, in tiles of 128 rows, as those of
+    forward_sm90 are of 192: many of 96 columns or fewer and heads alone; windows of 64 columns that
+    are dealt in one round."""
+    if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
+        return False
+    seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
+    rounds = tiles * sizes.batch_size * sizes.num_heads / device_of(problem.q.device).num_sms
+    if sizes.window_left >= 0:
+        return tile.width == 64 and problem.softcap == 0 and rounds <= 1
+    if sizes.num_heads != sizes.num_kv_heads or tile.width > 96:
+        return False
+    if tile.width == 64:  # tiles of 192 rows are half empty
+        return problem.softcap == 0 and sizes.window_right < 0 and seqlen_q <= _ROWS and rounds > 4
+    if sizes.window_right < 0:  # rows of heads that begin between the L2's sectors
+        is_askew = problem.widest_head % 16 != 0
+        return is_askew and _MORE_ROWS < seqlen_q <= 2 * _ROWS and rounds >= 2.5
+    is_short = _MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT
+    return is_short and rounds >= 3
+
+
+# K and V of the heads that run together stay in the L2: of 50 MB on an H100 half is near.
+_L2_BYTES = 18 << 20
+# Of all heads of a group: two tiles a multiprocessor, half of their keys masked; where there are
+# more than so many times that, one is enough.
+_GROUP_QUERIES, _MANY_GROUPS = 264 * 128, 5
+# Of short prompts of wide heads (columns of k and v), from so many tiles on, queries and output
+# count too, and a tile for every other multiprocessor is enough. Of narrow ones half of the bytes
+# are better where tiles are many.
+_MANY_TILES = 8 * 132
+_MOST_ALIKE = 16  # sequences that are alike: Order::kMostAlike
+_WIDE_HEADS, _MORE_L2_BYTES, _SHORT_WIDE, _SOME_TILES, _FEW_TILES = 320, 22 << 20, 1024, 250, 66
+
+# In turn: tiles that see up to so many keys are better pair by pair in more rounds than that or
+# with a softcap, of wide heads in fewer.
+_FEW_KEYS, _MANY_ROUNDS, _FEW_ROUNDS, _NARROW = 384, 9, 3.5, 128
+
+
+def heads_a_group(problem: Problem, seqlen_k: int) -> int:
+    """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2.
+
+    The last group begins with its longest tiles when the others end, so groups are about alike,
+    and have work for as long as a longest tile takes.
+    """
+    num_heads, head_dim = problem.q.shape[-2:]
+    num_kv_heads = max(1, problem.k.shape[-2])
+    head_dims = head_dim + problem.v.shape[-1]
+    if problem.window[0] >= 0:  # what tiles side by side see
+        seqlen_k = min(seqlen_k, problem.window[0] + 2 * _ROWS)
+    pair_bytes = max(1, seqlen_k * head_dims * problem.q.element_size())
+    num_pairs = num_kv_heads * (1 if problem.has_lengths else problem.batch_size)
+    group = max(1, num_heads // num_kv_heads)
+    seqlen_q = max(1, problem.seqlens[0])
+    least = -(-_GROUP_QUERIES // (seqlen_q * group))
+    if num_pairs * group * seqlen_q > _MANY_GROUPS * _GROUP_QUERIES:
+        least = -(-least // 2)
+    l2_bytes, tiles = _L2_BYTES, -(-seqlen_q // _ROWS) * group
+    is_half = problem.q.element_size() == 2
+    is_wide, is_short = head_dims > _WIDE_HEADS and is_half, seqlen_q <= _SHORT_WIDE
+    if is_short and is_half and head_dims <= 2 * _NARROW and num_pairs * tiles > _MANY_TILES:
+        l2_bytes //= 2
+    if is_wide and is_short and num_pairs * tiles >= _SOME_TILES:
+        l2_bytes, least = _MORE_L2_BYTES, -(-_FEW_TILES // tiles)
+        pair_bytes += group * seqlen_q * head_dims * problem.q.element_size()
+    together = max(1, least, round(l2_bytes / pair_bytes))
+    num_groups = max(1, round(num_pairs / together))
+    if problem.has_lengths and num_groups == 1:  # of sequences that are alike, too
+        most = max(1, min(_MOST_ALIKE, round(together / num_kv_heads)))
+        return num_heads * -(-problem.batch_size // max(1, -(-problem.batch_size // most)))
+    return max(1, -(-num_pairs // num_groups)) * group
+
+
+def pairs_together(problem: Problem, sizes: Sizes, keys: int, rounds: float, width: int) -> int:
+    """How many (sequence, kv head) pairs run in turn through their tiles together, the last ones of
+    all of them first: where the first see the fewest keys. keys: of the blocks of the longest."""
+    is_one, is_open = keys <= _ROWS, sizes.window_left < 0
+    if problem.has_lengths or sizes.window_right < 0 or not (sizes.is_prompt and is_open):
+        return 1
+    is_narrow = width <= _NARROW
+    if is_one or rounds <= 1:
+        return 1
+    is_better = not sizes.has_softcap and rounds <= _MANY_ROUNDS
+    if keys <= _FEW_KEYS and not (is_better if is_narrow else rounds >= _FEW_ROUNDS):
+        return 1
+    group = sizes.num_heads // sizes.num_kv_heads
+    return max(1, heads_a_group(problem, sizes.seqlen_k) // group)

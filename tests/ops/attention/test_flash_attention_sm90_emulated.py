@@ -77,6 +77,27 @@ def test_many_sequences(blocks: list[int], monkeypatch: pytest.MonkeyPatch, caus
     assert blocks == [3, 3]
 
 
+@pytest.mark.parametrize("layout", ["varlen", "paged"])
+@pytest.mark.parametrize("kinds", [(200,), (200, 70, 1), (200, 140, 0, 130)], ids=str)
+@pytest.mark.parametrize("together", [None, 1, 3, 40])
+def test_sequences_that_are_alike(
+    blocks: list[int], monkeypatch: pytest.MonkeyPatch, layout: str, kinds: tuple[int, ...],
+    together: int | None,
+) -> None:  # fmt: skip
+    """They run through their tiles together, so many of them: more than a group and a warp has."""
+    if together is not None:
+        monkeypatch.setattr(SM90, "heads_a_group", lambda *_: 2 * together)
+    lengths = tuple(kinds[i * i % len(kinds)] for i in range(38))
+    lengths_q = (200,) * 38 if layout == "paged" else lengths
+    case = Case(
+        num_heads=2, num_kv_heads=1, causal=True, layout=layout, lengths_q=lengths_q,
+        lengths_k=lengths, page_size=16, return_lse=True,
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 5):
+        run(case, "cpu")
+    assert blocks == [5]
+
+
 @pytest.mark.parametrize("softcap", [0.3, 3.0, 20.0])
 def test_softcap(blocks: list[int], monkeypatch: pytest.MonkeyPatch, softcap: float) -> None:
     # Blocks without masks: of large scores, of some large ones, of small ones.

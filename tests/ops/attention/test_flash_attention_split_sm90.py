@@ -30,6 +30,7 @@ from kernel_hub.ops.core.launch import forget_all
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
 COSTS: Any = importlib.import_module("kernel_hub.ops.attention.split_costs")
+TILES: Any = importlib.import_module("kernel_hub.ops.attention.tile_costs")
 H200_SMS = 132
 DRAWN = 150
 EMULATED_DRAWN = 24
@@ -152,6 +153,28 @@ def test_long_tiles_in_turn_are_cut(
     with hopper_attention(monkeypatch, 5):
         run(case, "cpu")
     assert all(rooms) if window == (-1, -1) else not any(rooms)
+
+
+@pytest.mark.parametrize(("seqlen", "num_sms"), [(700, 7), (250, 61)])
+@pytest.mark.parametrize("together", [None, 1, 3, 4])
+def test_prompts_run_together_in_turn(
+    pieces: list[int], monkeypatch: pytest.MonkeyPatch, together: int | None, seqlen: int,
+    num_sms: int,
+) -> None:  # fmt: skip
+    """The last tiles of several kv heads first: drawn, or dealt where rounds are few."""
+    monkeypatch.setattr(SPLIT, "cuts_tiles", False)
+    numbers = taken(monkeypatch, SPLIT, lambda planned, *_: planned.numbers)
+    if together is not None:
+        monkeypatch.setattr(TILES, "heads_a_group", lambda *_: 4 * together)
+    case = Case(
+        num_heads=8, num_kv_heads=2, causal=True, lengths_q=(seqlen,) * 5,
+        lengths_k=(seqlen,) * 5, twice=True,
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, num_sms):
+        run(case, "cpu")
+    assert pieces
+    longest, found = numbers[0][20:22]
+    assert (longest > 1 << 29) == (num_sms == 7) and found == (together or 10)
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

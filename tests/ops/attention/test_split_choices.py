@@ -155,7 +155,9 @@ PROMPTS = [
     Prompts("whole", 128, 130, 551, (16, 16), 80),  # 108, 114
     Prompts("whole", 11, 832, 0, (2, 2), 88, False),  # 26.8, 20.5; whole has 192 rows since
     Prompts("whole", 1, 21_456, 0, (2, 2), 72, False),  # 661, 560; the same
-    Prompts("tiles", 72, 178, 0, (8, 8), 72, False),  # 45.0, 31.9
+    Prompts("whole", 72, 178, 0, (8, 8), 72, False),  # as those below, since it has 192 rows
+    Prompts("whole", 58, 129, 0, (4, 4), 72, False),  # 15.7, 23.3
+    Prompts("whole", 222, 152, 0, (8, 8), 88, False),  # 95.1, 123
     Prompts("tiles", 79, 231, 0, (8, 8), 72, False),  # 60.8, 57.0
     Prompts("tiles", 91, 246, 0, (2, 2), 88, False),  # 25.7, 24.0
     Prompts("whole", 7, 1883, 0, (2, 2), 72, False),  # 47.2, 58.8
@@ -180,7 +182,15 @@ PROMPTS = [
     Prompts("whole", 16, 683, 2537, (8, 8), 96),
     Prompts("whole", 1, 2376, 2376, (8, 8), 72, False),
     Prompts("tiles", 1, 657, 0, (6, 6), 32, False, 127),  # 12.8, 9.8
-    Prompts("whole", 4, 269, 0, (3, 1)),  # 9.5, 10.6 (12.2)
+    Prompts("shares", 2, 459, 0, (3, 1)),  # 10.8, 9.6 of 64 rows (9.8)
+    Prompts("tiles", 1, 641, 0, (12, 1)),  # 13.5, 11.3 of 64 rows (13.4)
+    Prompts("tiles", 6, 651, 0, (8, 1)),  # 21.3, 18.8
+    Prompts("tiles", 12, 190, 0, (16, 4)),  # 20.2, 15.7 of 64 rows
+    Prompts("whole", 5, 896, 0, (16, 2)),  # 37.4, 40.6
+    Prompts("whole", 37, 1177, 0, (2, 1), 256),  # 103, 105
+    Prompts("shares", 1, 2240, 0, (12, 12), 32, False),  # 54.7, 56.6 (43.2)
+    Prompts("shares", 3, 8570, 0, (1, 1), 40, False),  # 193, 203 (117)
+    Prompts("whole", 9, 807, 0, (3, 3), 32, False),  # 24.9, 27.9 (27.3)
     Prompts("whole", 3, 301, 0, (2, 2), 80, False),  # 9.3, 10.5 (11.2)
     Prompts("whole", 38, 482, 0, (2, 2), 80, False),  # 24.7, 27.8
     Prompts("whole", 5, 715, 0, (2, 2), 104, False),  # 15.3, 16.7 (18.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import Case, run
 
-from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.attention.problem import Problem, sizes_of
 from kernel_hub.ops.attention.tile_costs import Prompt, TileCost, prompt_us
 from kernel_hub.ops.core.device import PlannedGpu, has_wgmma, pretend
 from kernel_hub.ops.core.launch import forget_all
@@ -100,6 +100,45 @@ def test_costs() -> None:
     assert 0.5 < causal / full < 0.75
     narrow = prompt_us(Prompt(512, 4096, 4096, 255, 0), tile, 132)
     assert narrow < prompt_us(Prompt(512, 4096, 4096, 1023, 0), tile, 132) < causal * 16
+
+
+def prompts(batch_size: int, seqlen: int, heads: tuple[int, int], head_dim: int = 128) -> Problem:
+    q, k = (
+        torch.empty(batch_size, seqlen, n, head_dim, dtype=torch.bfloat16, device="meta")
+        for n in heads
+    )
+    return Problem(q, k, k, batch_size, seqlen, seqlen, 0.1, -1, 0)
+
+
+def together(problem: Problem, keys: int, rounds: float, width: int = 128) -> int:
+    with pretend(PlannedGpu((9, 0), 132)):
+        sizes = sizes_of(problem)[0]
+        return int(COSTS.pairs_together(problem, sizes, keys, rounds, width))
+
+
+def test_which_pairs_run_together_in_turn() -> None:
+    """us on an H100, pair by pair and together."""
+    few = prompts(6, 651, (8, 1))
+    assert together(few, 768, 1.9) == 6  # 22.5, 18.8
+    assert together(prompts(25, 559, (32, 4)), 640, 26.5) == 34  # 169.5, 163.0
+    assert together(prompts(46, 184, (16, 8)), 256, 8.4) > 50  # 47.9, 43.9
+    assert together(prompts(128, 167, (40, 8)), 256, 54.3) == 1  # 208.5, 227
+    assert together(prompts(768, 69, (12, 1)), 128, 40.7) == 1  # 127.9, 180.4
+    short = prompts(64, 183, (4, 2))
+    assert together(short, 256, 2.9) == 128
+    assert together(short._replace(softcap=50.0), 256, 2.9) == 1  # 25.9, 29.4
+    assert together(few, 768, 0.9) == 1
+    assert together(few._replace(window_right=-1), 768, 1.9) == 1
+    assert together(few._replace(window_left=300), 768, 1.9) == 1
+    assert together(prompts(6, 651, (8, 1), 256), 720, 1.9, 256) == 3
+
+
+def test_sequences_that_are_alike_run_together() -> None:
+    """Where lengths are on the device: in groups about alike, of what the L2 holds."""
+    table = torch.empty(18, dtype=torch.int32, device="meta")
+    for batch_size, seqlen, sequences in ((5, 674, 5), (17, 700, 9), (6, 16_000, 1), (3, 1400, 3)):
+        problem = prompts(batch_size, seqlen, (8, 2))._replace(cache_seqlens=table)
+        assert COSTS.heads_a_group(problem, seqlen) == 8 * sequences
 
 
 @pytest.mark.gpu
