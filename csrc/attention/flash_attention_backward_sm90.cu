@@ -22,13 +22,20 @@
 // tiles, which are older than that launch. Under the main kernel's end the next one begins.
 // Of narrow heads (kGoesOn) a block takes one work after another, by a counter, and q and dout of
 // the next one come while the last one ends: 3 us of the 7 that a work costs beside its rounds.
-// dk and dv have one order of summation. dq has one where there are turns: a block then adds its
-// part of a query block after the blocks of higher keys, which are scheduled before it. Else the
-// keys that most queries see come first, within groups of heads whose q, dout and dq stay in the
-// L2.
+// The keys that most queries see come first, within groups of heads whose q, dout and dq stay in
+// the L2. dk and dv have one order of summation. dq has one where there are turns: a block then
+// adds its part of a block of queries after the blocks of lower keys.
+//
+// Turns. Nobody waits for ever, however few blocks run at a time: works are taken in the order of
+// their indices by blocks that run, and one waits for works of lower indices alone, of which the
+// lowest that has not ended waits for none. (Where a block has one work its index is the block's,
+// and blocks begin in that order.) Nobody waits for long: all keys of a head begin at the last
+// queries, heads of a group go through them together, so that one that began later, or sees
+// fewer queries, stays behind; and several pairs run a few blocks of keys at a time. dq may have
+// several sums: block i of the keys adds to sum i % num_sums, and convert adds those up.
 //
 // Main kernel. Warpgroup 0: a warp loads by TMA; two warps add the consumers' parts of dq to their
-// sums by the TMA's reductions.
+// sums by the TMA's reductions; the fourth passes turns on, whose fences would hold those up.
 // Warpgroups 1 and 2 own 64 keys each. They compute s^T = k q^T and dp^T = v dout^T, of which p^T
 // and ds^T are, as they lie in registers, the left operands of dv and dk. v, or what of it there
 // are registers for (kKeptColumns), stays there. ds also goes to shared memory, where both take
@@ -109,6 +116,8 @@ __device__ __forceinline__ void attention_backward_sm90(
         for (int i = 0; i < BackwardShared<C>::kCount; ++i) {
             mbarrier_init(shared.barrier(i), BackwardShared<C>::arrivals(i));
         }
+        st_shared_release(shared.added(0), 0);
+        st_shared_release(shared.added(1), 0);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -122,8 +131,15 @@ __device__ __forceinline__ void attention_backward_sm90(
             producer.run();
         } else if (warp_idx <= C::kConsumers) {
             wait_for_launch_before();  // which zeroes the sums
+            int added = 0;
+            each_work(shared, [&](const BackwardWork& work) {
+                add_dq<C>(p, shared, work, warp_idx - 1, added);
+            });
+        } else {
+            wait_for_launch_before();
+            int added = 0;
             each_work(shared,
-                      [&](const BackwardWork& work) { add_dq<C>(p, shared, work, warp_idx - 1); });
+                      [&](const BackwardWork& work) { pass_turns<C>(p, shared, work, added); });
         }
     } else {
         acquire_registers<C::kConsumerRegisters>();
@@ -154,13 +170,13 @@ __device__ __forceinline__ void attention_backward_sm90(
             int64_t dv_row_stride, int64_t dv_head_stride, int64_t parts_at, int num_blocks,       \
             int num_pairs, int pairs_per_group, int num_kv_heads, int first_parted, int num_parts, \
             int64_t num_blocks_q, int seqlen_q, int seqlen_k, int total_q, int total_k, int group, \
-            int head_dim, int window_left, int window_right, int has_turns, float softmax_scale) { \
+            int head_dim, int window_left, int window_right, int sums, float softmax_scale) {      \
             attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                         \
                 {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                       \
                  .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                       \
                  .parts = reinterpret_cast<T*>(workspace + parts_at),                              \
                  .workspace = {workspace, num_kv_heads * group * num_blocks_q * BLOCK_M, HEAD_DIM, \
-                               has_turns != 0},                                                    \
+                               Sums(sums)},                                                        \
                  .flag = flag,                                                                     \
                  .q = &q,                                                                          \
                  .k = &k,                                                                          \
@@ -183,26 +199,26 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .softmax_scale = softmax_scale});                                                 \
         })
 
-#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                           \
-    DESCRIBED(                                                                                    \
-        flash_attention_backward_sm90_##NAME##_delta,                                             \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                  \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                       \
-        extern "C" __global__ void                                                                \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                      \
-            float* workspace, int* flag, const T* out, const T* dout, const float* lse,           \
-            const int* cu_seqlens_q, int64_t out_batch_stride, int64_t out_row_stride,            \
-            int64_t out_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,          \
-            int64_t dout_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,          \
-            int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, int head_dim,         \
-            int padded_head_dim, int block_m, int has_turns) {                                    \
-            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                    \
-                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, has_turns != 0}, \
-                flag, {out, out_batch_stride, out_row_stride, out_head_stride},                   \
-                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,                \
-                lse_batch_stride, lse_head_stride,                                                \
-                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,              \
-                 padded_head_dim, block_m});                                                      \
+#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                       \
+    DESCRIBED(                                                                                \
+        flash_attention_backward_sm90_##NAME##_delta,                                         \
+        "x: tiles of 16 query rows of every sequence, y: heads",                              \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                   \
+        extern "C" __global__ void                                                            \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                  \
+            float* workspace, int* flag, const T* out, const T* dout, const float* lse,       \
+            const int* cu_seqlens_q, int64_t out_batch_stride, int64_t out_row_stride,        \
+            int64_t out_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,      \
+            int64_t dout_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,      \
+            int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, int head_dim,     \
+            int padded_head_dim, int block_m, int sums) {                                     \
+            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                \
+                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, Sums(sums)}, \
+                flag, {out, out_batch_stride, out_row_stride, out_head_stride},               \
+                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,            \
+                lse_batch_stride, lse_head_stride,                                            \
+                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,          \
+                 padded_head_dim, block_m});                                                  \
         })
 
 #define EXPORT_CONVERT(NAME, T)                                                                   \
@@ -219,7 +235,7 @@ __device__ __forceinline__ void attention_backward_sm90(
             int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                 \
             int num_kv_heads, int first_parted, int num_parts, int64_t num_blocks_q,              \
             int num_tiles, int seqlen_q, int total_q, int head_dim, int padded_head_dim,          \
-            int block_m, int num_heads, int seqlen_k, int total_k, int block_n, int has_turns,    \
+            int block_m, int num_heads, int seqlen_k, int total_k, int block_n, int sums,         \
             float softmax_scale) {                                                                \
             attention_convert_sm90<T>(                                                            \
                 {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, workspace,                  \
@@ -233,9 +249,8 @@ __device__ __forceinline__ void attention_backward_sm90(
                  cu_seqlens_k,                                                                    \
                  seqlen_k,                                                                        \
                  total_k,                                                                         \
-                 block_n,                                                                         \
-                 has_turns != 0},                                                                 \
-                softmax_scale);                                                                   \
+                 block_n},                                                                        \
+                Sums(sums).num_sums, num_heads * num_blocks_q * block_m, softmax_scale);          \
         })
 
 // head_dim, then kBlockM.

@@ -7,9 +7,12 @@ import random
 from kernel_hub.ops.attention.backward.works import (
     Pairs,
     Parting,
+    Traffic,
+    Turns,
     parting,
     parts_of_group,
     rounds,
+    turns,
 )
 
 
@@ -71,3 +74,49 @@ def test_works_that_drift_apart_go_by_few_heads() -> None:
 def test_with_turns_parts_are_whole_heads() -> None:
     found = [parts_of_group(*each, 132) for each in ((160, 1), (20, 8), (200, 6), (2000, 6))]
     assert found == [1, 8, 3, 1]
+
+
+def in_turns(
+    length: int, pairs: int, *, group: int = 1, causal: bool = False, head_dim: int = 128
+) -> Turns:
+    pair_bytes = 8 * group * length * head_dim
+    read = Traffic(pair_bytes, 12 * 64 * head_dim, pairs * pair_bytes // 2, head_dim > 128)
+    return turns(
+        (length, length), (-1, 0 if causal else -1), (64, 64), group, Pairs(pairs, 1), read, 132,
+        goes_on=False,
+    )  # fmt: skip
+
+
+def test_three_blocks_of_few_keys_go_without_turns() -> None:
+    # Two sums, of which each has two parts at most.
+    assert in_turns(190, 8).sums == -2
+
+
+def test_in_turns_pairs_run_a_few_blocks_of_keys_at_a_time() -> None:
+    # 64 blocks of keys that began at the same time would wait for 64 others' sums.
+    assert in_turns(4096, 64) == Turns(1, 16, Parting(4096, 1))
+    # What the L2 holds, where they would not move on closely enough.
+    assert in_turns(1433, 180, head_dim=256).together == 8
+
+
+def test_few_works_in_turns_have_more_sums() -> None:
+    assert in_turns(4096, 2).sums > 1
+
+
+def test_in_turns_parts_are_whole_heads_or_the_same_queries() -> None:
+    lots = random.Random("in turns")
+    for _ in range(60):
+        length, pairs, group = (
+            lots.randrange(130, 6000),
+            lots.randrange(1, 90),
+            lots.randrange(1, 9),
+        )
+        causal = lots.random() < 0.5
+        sums, together, (first, count) = in_turns(length, pairs, group=group, causal=causal)
+        num_blocks = -(-length // 64)
+        assert 1 <= together <= pairs
+        if sums < 0:
+            assert num_blocks <= -2 * sums
+        elif count > 1:
+            assert group % count == 0 or count % group == 0
+            assert first % num_blocks == 0

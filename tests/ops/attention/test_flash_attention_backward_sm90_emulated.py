@@ -98,7 +98,33 @@ def test_parts(
         head_dim=head_dim, num_heads=4, num_kv_heads=2, lengths_q=lengths, lengths_k=lengths,
         layout=layout, backward=True, deterministic=True, **options,
     )  # fmt: skip
-    monkeypatch.setattr(WORKS, "parting", lambda *given, **more: WORKS.Parting(1, 3))
+    monkeypatch.setattr(SM90, "parting", lambda *given, **more: WORKS.Parting(1, 3))
     with hopper_attention(monkeypatch, 2):
+        run(case, "cpu")
+    assert bodies
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 160, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 19)}], ids=str)
+@pytest.mark.parametrize(
+    ("sums", "together", "parted"),
+    [(1, 1, (99, 1)), (1, 3, (0, 2)), (2, 4, (5, 6)), (-3, 2, (3, 2))], ids=str,
+)  # fmt: skip
+def test_turns(
+    bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int, options: dict[str, Any],
+    sums: int, together: int, parted: tuple[int, int],
+) -> None:  # fmt: skip
+    # The emulator runs a launch's blocks one after another: what waited for a later one would wait
+    # for ever.
+    lengths = (150, 300, 35) if head_dim > 128 else (300, 500, 35)
+    case = Case(
+        head_dim=head_dim, num_heads=4, num_kv_heads=2, lengths_q=(150, 35, 90), lengths_k=lengths,
+        layout="varlen", backward=True, deterministic=True, **options,
+    )  # fmt: skip
+    num_works = 6 * -(-max(lengths) // (64 if head_dim > 128 else 128))
+    first = min(parted[0], num_works)
+    plan = WORKS.Turns(sums, together, WORKS.Parting(first, parted[1]))
+    monkeypatch.setattr(SM90, "turns", lambda *given, **more: plan)
+    with hopper_attention(monkeypatch, 3):
         run(case, "cpu")
     assert bodies

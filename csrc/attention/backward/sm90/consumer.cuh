@@ -287,7 +287,6 @@ struct BackwardConsumer {
     template <int kCount>
     __device__ __forceinline__ void walk(const BackwardWork& work, float (&dk)[kHeadDim / 2],
                                          float (&dv)[kHeadDim / 2]) {
-        int m = work.begin_m;
         float scores[kScores], dp[kScores];
         leave_undefined(scores);
         leave_undefined(dp);
@@ -301,6 +300,7 @@ struct BackwardConsumer {
             const int stage = first % 2;
             mbarrier_wait(shared.dout_full(stage), first / 2 % 2);
             issue_scores(dp, v, C::kV, C::kDout, stage);
+            const int m = shared.place(stage);
             const bool must_hide = work.is_masked(m);
             wgmma_wait<1>();
             hold_registers(scores);
@@ -339,7 +339,6 @@ struct BackwardConsumer {
                 mbarrier_arrive_if(shared.ds_empty(stage ^ 1), is_first_lane());
                 leave_dq(dq, i - 1);
             }
-            m = m + 1 == work.end_m ? work.first_m : m + 1;
             ++i;
             stage = i % 2;
             if constexpr (!C::kScoresFirst) {
@@ -351,6 +350,7 @@ struct BackwardConsumer {
             mbarrier_wait(shared.dout_full(stage), i / 2 % 2);
             leave_undefined(dp);
             issue_scores(dp, v, C::kV, C::kDout, stage);
+            const int m = shared.place(stage);
             const bool must_hide = work.is_masked(m);
             wgmma_wait<1>();
             hold_registers(scores);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/backward/problem.cuh"
+#include "attention/backward/sm90/works.cuh"
 #include "attention/sm90/warpgroups.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
@@ -72,7 +73,9 @@ struct BackwardConfig {
     static constexpr int kLse = kDq + kConsumers * kDqBytes, kDelta = kLse + kStages * kRowBytes;
     static constexpr int kBarriers = kDelta + kDoutStages * kRowBytes, kWorks = kBarriers + 192;
     static constexpr int kWorkBytes = 128;
-    static constexpr int kSharedBytes = kWorks + 2 * kWorkBytes + 1024;  // room to align them
+    static constexpr int kPlaces = kWorks + 2 * kWorkBytes;
+    static constexpr int kAdded = kPlaces + 4 * kStages;
+    static constexpr int kSharedBytes = kAdded + 4 * kConsumers + 1024;  // room to align them
 
     static_assert(kBlockM == 64 || (kSplitsRows && kHeadDim <= 64),
                   "a part of dq is 64 rows of one panel");
@@ -82,55 +85,6 @@ struct BackwardConfig {
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 504,
                   "acquire_registers would wait for ever");
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
-};
-
-// What the kernels leave each other, part by part in one piece of memory: `num_rows` rows of the
-// sums of dq, of lse in units of log 2 and of delta, a counter, then two turns a block of queries.
-struct Workspace {
-    float *dq_sums, *lse, *delta;
-    int* taken;  // works of the main kernel's blocks after their first ones
-    int* turns;  // or null
-
-    __device__ __forceinline__ Workspace(float* memory, int64_t num_rows, int padded_head_dim,
-                                         bool has_turns)
-        : dq_sums(memory),
-          lse(memory + num_rows * padded_head_dim),
-          delta(lse + num_rows),
-          taken(reinterpret_cast<int*>(delta + num_rows)),
-          turns(has_turns ? taken + 1 : nullptr) {}
-};
-
-// A block of keys of a head of dk and dv is a work. Those from `first_parted` on, the last ones,
-// are shared by `num_parts` blocks each, where all of them whole would end unevenly.
-struct Works {
-    int num_blocks;       // of keys, of the longest sequence
-    int num_pairs;        // of a sequence and a head of dk
-    int pairs_per_group;  // this many run through their blocks of keys together
-    int num_heads;        // of dk
-    int first_parted, num_parts;
-
-    // How many blocks there is work for.
-    __device__ __forceinline__ int count() const {
-        const int num_works = num_blocks * num_pairs;
-        return first_parted + (num_works - first_parted) * num_parts;
-    }
-    // Where a part of dk or dv lies, in blocks of keys: those of dv follow those of dk.
-    __device__ __forceinline__ int64_t part_of(bool is_dv, int part) const {
-        return (is_dv ? count() - first_parted : 0) + part;
-    }
-    // With turns, the last keys of a sequence come first: what a block waits for is scheduled
-    // before it, and causal blocks wait least.
-    __device__ __forceinline__ void find(int work, bool has_turns, int& batch_idx, int& head_idx,
-                                         int& key_block) const {
-        const int group_blocks = pairs_per_group * num_blocks;
-        const int first_pair = work / group_blocks * pairs_per_group;
-        const int group_size = min(pairs_per_group, num_pairs - first_pair);
-        const int rest = work - first_pair * num_blocks;
-        const int nth = rest / group_size, pair = first_pair + rest % group_size;
-        batch_idx = pair / num_heads;
-        head_idx = pair % num_heads;
-        key_block = has_turns ? num_blocks - 1 - nth : nth;
-    }
 };
 
 template <typename T>
@@ -201,6 +155,15 @@ struct BackwardShared {
 
     __device__ __forceinline__ BackwardWork& work(int nth) const;
 
+    // In turns: to how many blocks of queries a consumer's parts have been added.
+    __device__ __forceinline__ uint32_t added(int consumer) const {
+        return base + C::kAdded + 4 * consumer;
+    }
+    // Which block of queries is in a stage of q.
+    __device__ __forceinline__ int& place(int stage) const {
+        return *reinterpret_cast<int*>(shared_pointer(base + C::kPlaces + 4 * stage));
+    }
+
     // How many arrivals complete a phase: for ds and what is emptied, one per warp of the
     // consumers; with roles, for ds and p one per warp of the consumer that makes or reads it.
     static __device__ __forceinline__ int arrivals(int i) {
@@ -210,7 +173,7 @@ struct BackwardShared {
             return 4;
         }
         if (i >= 14 + 4 * C::kStages) {
-            return 5 * C::kConsumers;  // with the warps that add up dq
+            return 5 * C::kConsumers + 1;  // with the warps that add up dq and pass turns on
         }
         const bool is_q_empty = i >= 3 + C::kStages && i < 3 + 2 * C::kStages;
         const bool is_empty_or_ds = i >= 3 + 3 * C::kStages && i < 7 + 4 * C::kStages;
@@ -232,8 +195,12 @@ struct BackwardWork : Work {
     int head_idx;    // of dk and dv
     int begin_head;  // of q, and the block of its queries, where the work begins
     int begin_m;
+    int first_head, end_head;  // in turns, of q
+    int key_block;
+    bool has_turns;
     int part;            // of which parts of dk and dv this makes; -1: all
     int first_block;     // of queries: the sequence's first one in a head's part of the workspace
+    int64_t sum_block;   // and in the sum that these keys add to
     int num_iterations;  // blocks of queries, over all heads; -1: there is no more work
     int plain_begin, num_plain;  // the blocks of queries that see all of the keys
     // Of the count over all that the block works on, where it goes on; and whether it is an odd one
@@ -253,13 +220,30 @@ struct BackwardWork : Work {
         return static_cast<unsigned>(m - plain_begin) >= static_cast<unsigned>(num_plain);
     }
 
+    // From one block of queries to the next. In turns that of the next head comes next: blocks of
+    // fewer queries would come to a head before those whose turn is before theirs.
+    __device__ __forceinline__ void advance(int& q_head, int& m) const {
+        if (has_turns) {
+            const bool is_last = q_head + 1 == end_head;
+            q_head = is_last ? first_head : q_head + 1;
+            m -= is_last ? 1 : 0;
+        } else {
+            Work::advance(q_head, m);
+        }
+    }
+    // How many blocks of lower keys block m of the queries sees.
+    template <class C>
+    __device__ __forceinline__ int earlier(int m) const {
+        return min(key_block, -floor_div(m * C::kBlockM - window.start, C::kBlockN));
+    }
+
     // False: there is nothing to do.
     template <class C>
     __device__ __forceinline__ bool find(const BackwardParameters<typename C::T>& p, int index) {
         part = index - p.works.first_parted;
-        int key_block;
-        p.works.find(part < 0 ? index : p.works.first_parted + part / p.works.num_parts,
-                     p.workspace.turns != nullptr, batch_idx, head_idx, key_block);
+        const int parted = over(max(part, 0), p.works.num_parts);
+        p.works.find(part < 0 ? index : p.works.first_parted + parted, batch_idx, head_idx,
+                     key_block);
         const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
         const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
         report(p.flag, threadIdx.x == 0 ? keys_outside(keys, p.cache_seqlens, batch_idx) : 0);
@@ -283,16 +267,7 @@ struct BackwardWork : Work {
         first_m = max(0, floor_div(home - right, C::kBlockM));
         end_m = min(ceil_div(seqlen_q, C::kBlockM),
                     floor_div(window.start + min(C::kBlockN, window.num_keys) - 1, C::kBlockM) + 1);
-        const int num_m = max(1, end_m - first_m);
-        num_iterations = window.num_keys > 0 ? p.group * max(0, end_m - first_m) : 0;
-        int begin = 0;
-        if (part >= 0) {
-            const int most = ceil_div(num_iterations, p.works.num_parts);
-            begin = part % p.works.num_parts * most;
-            num_iterations = max(0, min(most, num_iterations - begin));
-        }
-        begin_head = head_idx * p.group + begin / num_m;
-        begin_m = first_m + begin % num_m;
+        find_rounds<C>(p, max(part, 0) - parted * p.works.num_parts);
         // Blocks m with 0 <= key - query + start <= span for all of their keys and queries.
         plain_begin =
             floor_div(window.start - window.span + C::kBlockN + C::kBlockM - 2, C::kBlockM);
@@ -301,6 +276,50 @@ struct BackwardWork : Work {
             num_plain = 0;
         }
         return true;
+    }
+
+    // Which rounds of the work are this block's, and where it begins.
+    template <class C>
+    __device__ __forceinline__ void find_rounds(const BackwardParameters<typename C::T>& p,
+                                                int nth_part) {
+        const int num_sums = p.workspace.sums.num_sums;
+        const int sum = key_block - over(key_block, num_sums) * num_sums;
+        sum_block = static_cast<int64_t>(sum) * p.works.num_heads * p.group * p.num_blocks_q;
+        sum_block += first_block;
+        has_turns = p.workspace.sums.has_turns;
+        first_head = head_idx * p.group;
+        if (has_turns) {
+            int num_heads = p.group;
+            if (part >= 0) {
+                // By heads; where there are more parts, also by queries, the same ones for all
+                // keys.
+                const int by_heads = min(p.works.num_parts, p.group);
+                const int by_queries = over(p.works.num_parts, by_heads);
+                const int most = over(ceil_div(seqlen_q, C::kBlockM) + by_queries - 1, by_queries);
+                const int nth_heads = over(nth_part, by_queries);
+                const int first = (nth_part - nth_heads * by_queries) * most;
+                num_heads = over(p.group, by_heads);
+                first_head += nth_heads * num_heads;
+                first_m = max(first_m, first);
+                end_m = min(end_m, first + most);
+            }
+            end_head = first_head + num_heads;
+            num_iterations = window.num_keys > 0 ? num_heads * max(0, end_m - first_m) : 0;
+            begin_head = first_head;
+            begin_m = end_m - 1;  // all keys' blocks: each waits for those begun before it alone
+            return;
+        }
+        const int num_m = max(1, end_m - first_m);
+        num_iterations = window.num_keys > 0 ? p.group * max(0, end_m - first_m) : 0;
+        int begin = 0;
+        if (part >= 0) {
+            const int most = over(num_iterations + p.works.num_parts - 1, p.works.num_parts);
+            begin = nth_part * most;
+            num_iterations = max(0, min(most, num_iterations - begin));
+        }
+        const int of_begin = over(begin, num_m);
+        begin_head = first_head + of_begin;
+        begin_m = first_m + begin - of_begin * num_m;
     }
 };
 static_assert(sizeof(BackwardWork) <= 128, "its room in shared memory");

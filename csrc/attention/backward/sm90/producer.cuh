@@ -1,6 +1,7 @@
 // flash_attention_backward_sm90.cu: the warp that loads, and the warps that add up dq.
 #pragma once
 
+#include "attention/backward/sm90/instructions.cuh"
 #include "attention/backward/sm90/plan.cuh"
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/math.cuh"
@@ -83,7 +84,10 @@ struct BackwardProducer {
     // The works of the block, one after another.
     __device__ __forceinline__ void find_and_load() {
         const int num_works = p.works.count();
-        int index = blockIdx.x, first_iteration = 0;
+        // In turns no block has a work before it runs: those that run may wait for it.
+        const bool may_wait = p.workspace.sums.has_turns && num_works > static_cast<int>(gridDim.x);
+        int index = may_wait ? take(num_works) : blockIdx.x;
+        int first_iteration = 0;
 #pragma unroll 1
         for (int nth = 0;; ++nth) {
             BackwardWork& work = shared.work(nth);
@@ -130,7 +134,8 @@ struct BackwardProducer {
         }
         int taken = 0;
         if (lane_idx == 0) {
-            taken = gridDim.x + atomicAdd(p.workspace.taken, 1);
+            taken = atomicAdd(p.workspace.taken, 1);
+            taken += p.workspace.sums.has_turns ? 0 : gridDim.x;
         }
         return __shfl_sync(kAllLanes, taken, 0);
     }
@@ -164,6 +169,9 @@ struct BackwardProducer {
                 load_keys(work, false);
             }
             mbarrier_wait(shared.q_empty(stage), parity);
+            if (lane_idx == 0) {
+                shared.place(stage) = m;
+            }
             load<C::kBlockM>(shared.base + C::kQ + stage * C::kQBytes, p.q, shared.q_full(stage),
                              row, head_idx, q_batch, rows,
                              shared.base + C::kLse + stage * C::kRowBytes, p.workspace.lse + values,
@@ -205,57 +213,104 @@ struct BackwardProducer {
     }
 };
 
+// Where blocks take turns, the block of queries of which turn a block's work is about next.
+template <class C>
+struct Turns {
+    const BackwardParameters<typename C::T>& p;
+    const BackwardWork& work;
+    int head_idx, m;
+
+    __device__ __forceinline__ Turns(const BackwardParameters<typename C::T>& p_,
+                                     const BackwardWork& work_)
+        : p(p_), work(work_), head_idx(work.begin_head), m(work.begin_m) {}
+
+    // In the workspace, counted over sums, heads and sequences.
+    __device__ __forceinline__ int64_t block() const {
+        return head_idx * p.num_blocks_q + work.sum_block + m;
+    }
+    __device__ __forceinline__ int* turn() const { return p.workspace.turns + block(); }
+    // How many add to the sum before this one.
+    __device__ __forceinline__ int earlier() const {
+        return over(work.template earlier<C>(m), p.workspace.sums.num_sums);
+    }
+    __device__ __forceinline__ void advance() { work.advance(head_idx, m); }
+};
+
 // Adds a consumer's parts of dq to their sums, block by block, in its turn where there are turns.
 // All lanes of one warp.
 template <class C>
 __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& p,
                                        const BackwardShared<C>& shared, const BackwardWork& work,
-                                       int consumer) {
+                                       int consumer, int& added) {
     using Shared = BackwardShared<C>;
     const bool is_first_lane = threadIdx.x % 32 == 0;
+    const bool has_turns = p.workspace.sums.has_turns;
     const int num_parts = consumer == 0 ? C::kFirstParts : C::kDqParts - C::kFirstParts;
-    int64_t block = work.begin_head * p.num_blocks_q + work.first_block + work.begin_m;
-    int m = work.begin_m;
+    Turns<C> at(p, work);
+    int passed = 0;
 #pragma unroll 1
     for (int left = work.num_iterations; left > 0; --left) {
+        float* sums = p.workspace.dq_sums + at.block() * (C::kBlockM * C::kHeadDim);
+        if (has_turns && is_first_lane) {
+            // Before there is anything to add: it has mostly been passed on by then.
+            const int earlier = at.earlier();
+            // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may pass it.
+            while (passed < earlier) {
+                passed = ld_acquire(at.turn());
+            }
+            fence_proxy_async_global();
+        }
 #pragma unroll 1
         for (int part = 0; part < num_parts; ++part) {
             named_barrier_sync(Shared::kDqBarrier + consumer, Shared::kDqThreads);
             if (is_first_lane) {
-                int* turn = p.workspace.turns + 2 * block + consumer;
-                if (p.workspace.turns && part == 0) {
-                    // How many blocks of higher keys these queries see.
-                    const int last_query = (m + 1) * C::kBlockM - 1;
-                    const int earlier = min(
-                        ceil_div(work.window.num_keys, C::kBlockN) - 1,
-                        floor_div(last_query - work.window.start + work.window.span, C::kBlockN));
-                    // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may
-                    // pass it.
-                    while (ld_acquire(turn) < earlier) {
-                    }
-                    fence_proxy_async_global();
-                }
                 const int panel = C::panel_of(consumer * C::kFirstParts + part);
-                bulk_reduce_add(p.workspace.dq_sums + block * (C::kBlockM * C::kHeadDim) +
-                                    panel * (C::kDqBytes / 4),
+                bulk_reduce_add(sums + panel * (C::kDqBytes / 4),
                                 shared.base + C::kDq + consumer * C::kDqBytes,
                                 C::part_bytes(panel));
                 tma_store_commit();
                 tma_store_wait<0>();
                 mbarrier_arrive(shared.dq_empty(consumer));
-                if (p.workspace.turns && part + 1 == num_parts) {
-                    tma_store_wait_all<0>();
-                    fence_proxy_async_global();
-                    __threadfence();
-                    atomicAdd(turn, 1);
-                }
             }
             __syncwarp();
         }
-        const bool is_last_of_head = m + 1 == work.end_m;
-        block += is_last_of_head ? p.num_blocks_q - (m - work.first_m) : 1;
-        m = is_last_of_head ? work.first_m : m + 1;
+        at.advance();
+        if (has_turns) {
+            if (is_first_lane) {
+                // The next turn is looked at while the sums are on their way.
+                passed = left > 1 ? ld_acquire(at.turn()) : 0;
+                tma_store_wait_all<0>();
+                fence_proxy_async_global();
+                st_shared_release(shared.added(consumer), ++added);
+            }
+            __syncwarp();
+        }
     }
+}
+
+// Passes turns on, once all consumers' parts have been added: a warp of its own, which waits for
+// fences while the others go on. All lanes of one warp. added: as add_dq's.
+template <class C>
+__device__ __forceinline__ void pass_turns(const BackwardParameters<typename C::T>& p,
+                                           const BackwardShared<C>& shared,
+                                           const BackwardWork& work, int& added) {
+    if (p.workspace.sums.has_turns && threadIdx.x % 32 == 0) {
+        Turns<C> at(p, work);
+#pragma unroll 1
+        for (const int all = added + work.num_iterations; added < all;) {
+            const int there =
+                min(ld_shared_acquire(shared.added(0)), ld_shared_acquire(shared.added(1)));
+            if (there > added) {
+                fence_gpu();
+            }
+#pragma unroll 1
+            for (; added < min(there, all); ++added) {
+                red_add(at.turn(), 1);
+                at.advance();
+            }
+        }
+    }
+    __syncwarp();
 }
 
 }  // namespace kernel_hub::attention::backward::sm90

@@ -103,7 +103,8 @@ struct RoleConsumer : BackwardConsumer<C> {
 
     // p of block i, from its scores, for both consumers.
     __device__ __forceinline__ void finish_probs(float (&scores)[Base::kScores], Words& words,
-                                                 const BackwardWork& work, int i, int m) {
+                                                 const BackwardWork& work, int i) {
+        const int m = shared.place(i % 2);
         this->exponentials(scores, work, work.is_masked(m), m * kBlockM, i % 2);
         release(shared.q_empty(i % 2));
         this->pack(scores, words);
@@ -113,7 +114,6 @@ struct RoleConsumer : BackwardConsumer<C> {
     // dq lags a block behind, so that this consumer does not wait for the other's ds.
     __device__ __forceinline__ void make_probs(const BackwardWork& work,
                                                float (&dv)[kHeadDim / 2]) {
-        int m = work.begin_m;
         const int last = work.num_iterations - 1;
         Words words;
         float scores[Base::kScores];
@@ -125,7 +125,7 @@ struct RoleConsumer : BackwardConsumer<C> {
         this->issue_scores(scores, k, C::kK, C::kQ, 0);
         wgmma_wait<0>();
         hold_registers(scores);
-        finish_probs(scores, words, work, 0, m);
+        finish_probs(scores, words, work, 0);
 #pragma unroll 1
         for (int i = 0; i < last; ++i) {
             const int stage = i % 2;
@@ -150,10 +150,9 @@ struct RoleConsumer : BackwardConsumer<C> {
             Second& second = reinterpret_cast<Second&>(dq);
             leave_undefined(second);
             issue_part(second, 1, stage ^ 1);
-            m = m + 1 == work.end_m ? work.first_m : m + 1;
             wgmma_wait<1>();
             hold_registers(scores);
-            finish_probs(scores, words, work, i + 1, m);
+            finish_probs(scores, words, work, i + 1);
             wgmma_wait<0>();
             hold_registers(second);
             if (i > 0) {

@@ -74,15 +74,22 @@ __device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace,
         dout_bits[i] = is_there ? ld_global(dout_row + column) : make_uint4(0, 0, 0, 0);
     }
     float* sums = workspace.dq_sums + tile.first_row * p.padded;
+    const auto clear = [&](float* rows) {
 #pragma unroll
-    for (int i = 0; i < kPanels * kPanelColumns / kSumsAStep; ++i) {
-        if (i * kSumsAStep < p.padded) {
-            st_global(sums + 4 * (i * kRowThreads + threadIdx.x), make_uint4(0, 0, 0, 0));
+        for (int i = 0; i < kPanels * kPanelColumns / kSumsAStep; ++i) {
+            if (i * kSumsAStep < p.padded) {
+                st_global(rows + 4 * (i * kRowThreads + threadIdx.x), make_uint4(0, 0, 0, 0));
+            }
         }
+    };
+    clear(sums);
+#pragma unroll 1
+    for (int nth = 1; nth < workspace.sums.num_sums; ++nth) {
+        clear(sums + nth * workspace.num_rows * p.padded);
     }
-    if (workspace.turns && threadIdx.x == 0 && tile.first == 0) {
-        workspace.turns[2 * (tile.first_row / p.block_m)] = 0;
-        workspace.turns[2 * (tile.first_row / p.block_m) + 1] = 0;
+    const int nth_turn = threadIdx.x;
+    if (workspace.turns && nth_turn < workspace.sums.num_sums && tile.first == 0) {
+        workspace.turns[(nth_turn * workspace.num_rows + tile.first_row) / p.block_m] = 0;
     }
     float sum = 0.0f;
 #pragma unroll
@@ -120,7 +127,6 @@ struct Parts {
     Works works;
     const int* cu_seqlens_k;
     int seqlen_k, total_k, block_n;
-    bool has_turns;
 };
 
 // 16 rows of dk or dv: tile `nth` of those that were made in parts.
@@ -134,7 +140,7 @@ __device__ __forceinline__ void add_parts(const Parts<T>& p, int nth, int head_d
         return;
     }
     int batch_idx, head_idx, key_block;
-    works.find(works.first_parted + parted, p.has_turns, batch_idx, head_idx, key_block);
+    works.find(works.first_parted + parted, batch_idx, head_idx, key_block);
     const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
     const int key = key_block * p.block_n + row_in_block;
     if (key >= keys.seqlen) {
@@ -165,7 +171,8 @@ __device__ __forceinline__ void add_parts(const Parts<T>& p, int nth, int head_d
 template <typename T>
 __device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const float* dq_sums,
                                                        const RowBlocks& p, int num_heads,
-                                                       const Parts<T>& parts, float softmax_scale) {
+                                                       const Parts<T>& parts, int num_sums,
+                                                       int64_t num_rows, float softmax_scale) {
     follow_launch_before();
     if (static_cast<int>(blockIdx.y) >= num_heads) {
         add_parts(parts, (blockIdx.y - num_heads) * gridDim.x + blockIdx.x, p.head_dim);
@@ -187,14 +194,26 @@ __device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const
         const int place = col8 / 8 * (p.block_m / 2) + row16 * width8 + col8 % 8;
         const float* fragment =
             dq_sums + (tile.first_row - tile.first) * p.padded + place * kFragment + 16 * row_idx;
-        float values[2][8];
+        float values[2][8] = {};
+        const auto add = [&](const float* from) {
 #pragma unroll
-        for (int lane = 0; lane < 4; ++lane) {
-            const uint4 bits = ld_global(fragment + 4 * lane);
-            values[0][2 * lane] = __uint_as_float(bits.x) * softmax_scale;
-            values[0][2 * lane + 1] = __uint_as_float(bits.y) * softmax_scale;
-            values[1][2 * lane] = __uint_as_float(bits.z) * softmax_scale;
-            values[1][2 * lane + 1] = __uint_as_float(bits.w) * softmax_scale;
+            for (int lane = 0; lane < 4; ++lane) {
+                const uint4 bits = ld_global(from + 4 * lane);
+                values[0][2 * lane] += __uint_as_float(bits.x);
+                values[0][2 * lane + 1] += __uint_as_float(bits.y);
+                values[1][2 * lane] += __uint_as_float(bits.z);
+                values[1][2 * lane + 1] += __uint_as_float(bits.w);
+            }
+        };
+        add(fragment);
+#pragma unroll 1
+        for (int nth = 1; nth < num_sums; ++nth) {
+            add(fragment + nth * num_rows * p.padded);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            values[0][i] *= softmax_scale;
+            values[1][i] *= softmax_scale;
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

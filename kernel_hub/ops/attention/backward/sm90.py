@@ -21,7 +21,7 @@ from ..problem import (
     strides_of,
     tensor_map,
 )  # fmt: skip
-from .works import Pairs, Parting, parting, parts_of_group
+from .works import Pairs, Parting, Traffic, parting, turns
 
 _empty_like = torch.empty_like
 
@@ -175,31 +175,37 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         num_blocks_q = q.shape[0] // body.block_m + batch_size
     num_rows = num_heads * num_blocks_q * body.block_m
     key_blocks, block_n = body.key_blocks(problem), stated.sizes["block_n"]
-    has_turns = int(deterministic and key_blocks > 2)  # sums of two have one order
-    parts_at = num_rows * (body.head_dim + 2) + 1 + 2 * has_turns * num_heads * num_blocks_q
-    parts_at = -(-parts_at // 4) * 4  # in units of 16 bytes
-
     num_pairs, group = batch_size * num_kv_heads, num_heads // num_kv_heads
     pair_bytes = (2 * q.element_size() + 4) * group * seqlen_q * body.head_dim
     # Causal: the blocks with the most queries first, but those of a few heads after another.
-    pairs_a_group = 1
-    if is_causal and not has_turns:
-        most = max(1, _L2_BYTES // max(1, pair_bytes))
-        # Of one size: a small group at the end would begin with its longest works.
-        pairs_a_group = -(-num_pairs // -(-num_pairs // most))
+    most = max(1, _L2_BYTES // max(1, pair_bytes))
+    # Of one size: a small group at the end would begin with its longest works.
+    together = -(-num_pairs // -(-num_pairs // most))
     num_sms = device_of(q.device).num_sms
-    if has_turns:
-        # A part that began where one of higher keys ends would wait for all of that one's rounds.
-        count = parts_of_group(key_blocks * num_pairs, group, num_sms)
-        parted = Parting(0 if count > 1 else key_blocks * num_pairs, count)
-    else:
-        # Where works of fewer rounds are through with more heads.
-        drifting = pair_bytes if group > 1 and (is_causal or problem.window_left >= 0) else 0
-        parted = parting(
-            (seqlen_q, seqlen_k), (problem.window_left, problem.window_right),
-            (body.block_m, block_n), group, Pairs(num_pairs, pairs_a_group, drifting), num_sms,
+    # Where works of fewer rounds are through with more heads.
+    drifting = pair_bytes if group > 1 and (is_causal or problem.window_left >= 0) else 0
+    about = (
+        (seqlen_q, seqlen_k), (problem.window_left, problem.window_right), (body.block_m, block_n),
+        group,
+    )  # fmt: skip
+    sums, pairs_a_group = -1, together if is_causal else 1
+    free = Pairs(num_pairs, pairs_a_group, drifting)
+    if deterministic and key_blocks > 2:  # sums of two have one order
+        row_bytes = (2 * q.element_size() + 8) * body.head_dim
+        sum_bytes = 4 * num_rows * body.head_dim
+        read = Traffic(pair_bytes, row_bytes * body.block_m, sum_bytes, block_n == 64)
+        sums, pairs_a_group, parted = turns(
+            *about,
+            free,
+            read,
+            num_sms,
             goes_on=body.goes_on,
-        )  # fmt: skip
+        )
+    else:
+        parted = parting(*about, free, num_sms, goes_on=body.goes_on)
+    num_turns = max(0, sums) * num_heads * num_blocks_q
+    parts_at = num_rows * (abs(sums) * body.head_dim + 2) + 1 + num_turns
+    parts_at = -(-parts_at // 4) * 4  # in units of 16 bytes
     num_works = key_blocks * num_pairs
     row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
     num_tiles = row_tiles * batch_size
@@ -216,14 +222,14 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     place = num_blocks_q, row_tiles, seqlen_q, total_q, head_dim, body.head_dim, body.block_m
     before = BackwardLaunch(
         common.shipped(CUBIN, delta), (num_tiles, num_heads, 1), rows.block, rows.shared_bytes,
-        (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, has_turns),
+        (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, sums),
     )  # fmt: skip
     grid = (num_tiles, num_heads + part_blocks, 1)
     after = BackwardLaunch(
         common.shipped(CUBIN, convert), grid, rows.block, rows.shared_bytes,
         (
             *strides_of(dq), *strides_of(dk), *strides_of(dv), *works, *place, num_heads, seqlen_k,
-            total_k, block_n, has_turns, float(problem.softmax_scale),
+            total_k, block_n, sums, float(problem.softmax_scale),
         ),
     )  # fmt: skip
 
@@ -235,7 +241,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         stated.shared_bytes,
         (
             *strides_of(dk), *strides_of(dv), *works, num_blocks_q, seqlen_q, seqlen_k, total_q,
-            total_k, group, head_dim, problem.window_left, problem.window_right, has_turns,
+            total_k, group, head_dim, problem.window_left, problem.window_right, sums,
             float(problem.softmax_scale),
         ),
     )  # fmt: skip

@@ -23,6 +23,13 @@ _MOST_PARTS = 12  # a multiprocessor
 _COUNTS = (2, 3, 4, 6, 8, 12, 16)
 _LEAST_GAIN = 0.04
 _FEW_WORKS, _ENOUGH_PARTS = 2, 4  # a multiprocessor, where parts are of heads
+# With turns: blocks of keys of a pair that run at a time; from one block's sums to the next one's
+# turn, in rounds; how many sums of dq there may be, what each adds to a row of 8,192 scores.
+_MEMBERS = 8
+_HOP = 1.2
+_SUMS = (1, 2, 3, 4, 6, 8, 12, 16)
+_SUM = 1.44
+_TURNS_BYTES = 25 << 20
 # What of rounds' reads the L2 holds; each doubling beyond it makes a round so much longer.
 _L2_BYTES, _MISSED = 64 << 20, 0.45
 
@@ -32,6 +39,15 @@ class Parting(NamedTuple):
 
     first: int
     blocks: int
+
+
+class Turns(NamedTuple):
+    """sums: of dq, -sums without turns; how many pairs run through their blocks of keys together;
+    parts."""
+
+    sums: int
+    together: int
+    parted: Parting
 
 
 class Pairs(NamedTuple):
@@ -51,10 +67,34 @@ class Pairs(NamedTuple):
         return 1 + _MISSED * max(0.0, math.log2(beyond))
 
 
-def rounds(
-    lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], group: int
-) -> list[int]:
-    """Those of each block of keys, for `group` query heads. tile: queries and keys of a block."""
+class Traffic(NamedTuple):
+    """What a pair reads and adds to, a round's queries of it, and one sum of dq, in bytes; is_wide:
+    tiles of 64 x 64."""
+
+    pair_bytes: int
+    round_bytes: int
+    sum_bytes: int
+    is_wide: bool
+
+    def together(self, num_pairs: int, num_sms: int, is_large: bool) -> list[int]:
+        """How many pairs may run at a time: what the L2 holds. Of few keys at a time, so that few
+        wait for each other as they begin; where these move on together they need no more."""
+        most = max(1, _TURNS_BYTES // max(1, self.pair_bytes))
+        if _HOP * num_sms * self.round_bytes <= _TURNS_BYTES:
+            most = max(most, -(-num_sms // _MEMBERS))
+        found = [most] if is_large or self.is_wide else [most, 2 * most]
+        return list(dict.fromkeys(-(-num_pairs // -(-num_pairs // n)) for n in found))
+
+    def of_sums(self, sums: int) -> float:
+        """What more than one sum cost, in rounds for a round's rows and keys."""
+        beyond = sums * self.sum_bytes / _TURNS_BYTES
+        return (sums - 1) * _SUM * (0.75 if self.is_wide else 1.0) * max(0.35, min(4.0, beyond))
+
+
+def _seen_by(
+    lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int]
+) -> list[range]:
+    """The blocks of queries that see each block of keys. tile: queries and keys of a block."""
     (seqlen_q, seqlen_k), (block_m, block_n) = lengths, tile
     left, right = (
         length if bound < 0 else min(bound, length)
@@ -65,9 +105,16 @@ def rounds(
         home = first_key - (seqlen_k - seqlen_q)
         last_key = min(block_n, seqlen_k - first_key) - 1
         first = max(0, (home - right) // block_m)
-        end = min(-(-seqlen_q // block_m), (home + left + last_key) // block_m + 1)
-        found.append(group * max(0, end - first))
+        last = (home + left + last_key) // block_m
+        found.append(range(first, min(-(-seqlen_q // block_m), last + 1)))
     return found
+
+
+def rounds(
+    lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], group: int
+) -> list[int]:
+    """Those of each block of keys, for `group` query heads."""
+    return [group * len(blocks) for blocks in _seen_by(lengths, window, tile)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,6 +151,121 @@ def parting(
             if taken < least:
                 best, least = Parting(first, count), (1 - _LEAST_GAIN) * taken
     return best
+
+
+@functools.lru_cache(maxsize=256)
+def turns(
+    lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], group: int,
+    free: Pairs, read: Traffic, num_sms: int, *, goes_on: bool,
+) -> Turns:  # fmt: skip
+    """The same where works add to dq in one order. free: as without turns."""
+    start = _START_GOING_ON if goes_on else _START
+    seen_by = _seen_by(lengths, window, tile)
+    num_blocks = len(seen_by)
+    num_works = num_blocks * free.total
+    is_large = num_works > _MOST_WORKS * num_sms
+    best, least = Turns(1, 1, Parting(num_works, 1)), math.inf
+    for sums in sorted({*(n for n in _SUMS if 2 * n < num_blocks), -(-num_blocks // 2)}):
+        more = read.of_sums(sums) * free.total * group * lengths[0] / (tile[0] * tile[1])
+        if sums > _SUMS[-1] or more >= least:
+            break
+        if num_blocks <= 2 * sums:
+            of_blocks = [group * len(each) for each in seen_by]
+            parted = parting(lengths, window, tile, group, free, num_sms, goes_on=goes_on)
+            taken = more + _free_taken(of_blocks, free, parted, num_sms, start)
+            if taken < least:
+                best, least = Turns(-sums, free.together, parted), taken
+            continue
+        for count in (1, *_counts_in_turns(group)):
+            if count > 1 and num_works * count > _MOST_PARTS * num_sms:
+                continue
+            parts = _parts_in_turns(seen_by, lengths[0], tile[0], group, count)
+            more_each = start + _PART * (count > 1)
+            costs = [[more_each + each for each in of_block] for of_block in parts]
+            whole = [[start + group * len(each)] for each in seen_by]
+            for together in read.together(free.total, num_sms, is_large):
+                # All works, or those of the last pairs that run together.
+                last = (free.total - 1) // together * together
+                for first in (0, last) if count > 1 and last and not is_large else (0,):
+                    mean = (
+                        first * sum(map(sum, whole)) + (free.total - first) * sum(map(sum, costs))
+                    ) / num_sms
+                    if more + mean >= least:
+                        continue
+                    of_pairs = ((first, whole), (free.total, costs))
+                    taken = more + _taken_in_turns(of_pairs, together, sums, num_sms)
+                    if taken < least * (1.0 if together == best.together else 0.97):
+                        parted = Parting(first * num_blocks if count > 1 else num_works, count)
+                        best, least = Turns(sums, together, parted), taken
+    return best
+
+
+def _counts_in_turns(group: int) -> list[int]:
+    """Into how many parts works may go: of whole heads, or of one's queries."""
+    of_heads = [n for n in range(2, group + 1) if group % n == 0]
+    return of_heads + [group * n for n in _COUNTS]
+
+
+def _parts_in_turns(
+    seen_by: Sequence[range], seqlen_q: int, block_m: int, group: int, count: int
+) -> list[list[int]]:
+    """The rounds of each block's parts, as `find_rounds` of plan.cuh shares them."""
+    by_heads = min(count, group)
+    by_queries = count // by_heads
+    most = -(-seqlen_q // block_m // by_queries)
+    found = []
+    for blocks in seen_by:
+        of_head = [
+            max(0, min(blocks.stop, first + most) - max(blocks.start, first))
+            for first in range(0, by_queries * most, most)
+        ]
+        found.append([group // by_heads * each for each in of_head] * by_heads)
+    return found
+
+
+def _taken_in_turns(
+    of_pairs: Sequence[tuple[int, Sequence[Sequence[float]]]],
+    together: int,
+    sums: int,
+    num_sms: int,
+) -> float:
+    """How long parts of blocks of keys take that begin after those `sums` blocks before them.
+
+    of_pairs: what they cost each up to that pair.
+    """
+    num_pairs, costs = of_pairs[-1]
+    count = len(costs[0])
+    if len(costs) * num_pairs * count > _MOST_PARTS * num_sms:
+        taken = num_pairs * sum(map(sum, costs)) / num_sms
+        at_once = -(-num_sms // (together * count))
+        return taken + _HOP * min(len(costs), at_once) / sums
+    ends = [0.0] * num_sms
+    for first_pair in range(0, num_pairs, together):
+        costs = next(each for end, each in of_pairs if first_pair < end)
+        count = len(costs[0])
+        size = min(together, num_pairs - first_pair)
+        begins = [[0.0] * (size * count) for _ in range(sums)]
+        for block, parts in enumerate(costs):
+            before = begins[block % sums]
+            for nth in range(size * count):
+                begin = max(ends[0], before[nth])
+                before[nth] = begin + _HOP
+                heapq.heapreplace(ends, begin + parts[nth % count])
+    return max(ends)
+
+
+def _free_taken(
+    of_blocks: Sequence[float], pairs: Pairs, parted: Parting, num_sms: int, start: float
+) -> float:
+    """How long works take of which none waits."""
+    slowed = pairs.slowed(len(of_blocks) * parted.blocks, num_sms)
+    works = _in_order(of_blocks, pairs)
+    costs = [start + each * slowed for each in works[: parted.first]]
+    for each in works[parted.first :]:
+        costs += [start + _PART + -(-each // parted.blocks) * slowed] * parted.blocks
+    if len(costs) > _MOST_WORKS * num_sms:
+        return sum(costs) / num_sms
+    return _until_done(costs, num_sms)
 
 
 def parts_of_group(num_works: int, group: int, num_sms: int) -> int:
