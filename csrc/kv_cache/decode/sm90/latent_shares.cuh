@@ -11,7 +11,8 @@ constexpr int kSplitUnit = 64;  // tokens at whose multiples caches are cut wher
 // length it reads once, so that parts may be found while lengths may still be written; they stand
 // if `is_true` afterwards. By all lanes of a warp.
 //
-// More sequences than lanes are all cut into args.num_splits, and no length is held.
+// Where args.num_splits is given nothing is held: a part is found of its own length. Else there are
+// no more sequences than lanes (ops/kv_cache/mla_plan.py).
 template <typename T>
 class LatentShares {
   public:
@@ -20,7 +21,7 @@ class LatentShares {
           items_((args.seqlen_q * args.num_heads + item_rows - 1) / item_rows),
           item_rows_(item_rows) {}
 
-    __device__ __forceinline__ bool is_held() const { return args_.batch_size <= 32; }
+    __device__ __forceinline__ bool is_held() const { return args_.num_splits == 0; }
 
     // Reads the lengths, and counts the workers of each.
     __device__ __forceinline__ void find() {
@@ -38,10 +39,8 @@ class LatentShares {
                            .parallel = args_.parallel,
                            .fine_units = 1 << 30,
                            .num_sms = 1};
-        const bool is_given = args_.num_splits > 0;
-        splits_ = is_given ? min(args_.num_splits, splits_)
-                           : work.splits_of(splits_, work.workers_per_unit(units, most));
-        const int workers = is_there ? items_ * (is_given ? args_.num_splits : splits_) : 0;
+        splits_ = work.splits_of(splits_, work.workers_per_unit(units, most));
+        const int workers = is_there ? items_ * splits_ : 0;
         end_ = workers;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
