@@ -35,10 +35,8 @@ _written = common.written
 _empty_like = torch.empty_like
 _MOST = common.MAX_NUMBER
 # Up to so many rows with a residual each has threads enough for all that it reads at once: a vector
-# of each from so many vectors in all on, else two.
-_SOME_ROWS, _WIDE, _MANY_VECS = 1024, (256, 1024), 160_000
-# Of rows without one, between which four of a thread are best.
-_FOURS = (640, 1024)
+# of each from so many vectors in all on, else two. Without one four are best between _FOURS.
+_SOME_ROWS, _WIDE, _MANY_VECS, _FOURS = 1024, (256, 1024), 160_000, (640, 1024)
 # Rows a launch of which lets the next begin first, and up to so many vectors a thread.
 _EARLY_ROWS, _EARLY = 256, {"flat_vec1": "early_vec1", "flat_vec2": "early_vec2"}
 
@@ -187,10 +185,9 @@ def _choose(
     few = batch_invariant or is_few(vecs, rows, num_sms)
     if not (has_residual or few) and _FOURS[0] < vecs < _FOURS[1]:
         return "vec4", 32 * -(-vecs // 128), 1
-    if not is_some or few:
-        variant, threads, rows_a_block = choose(vecs, rows, has_residual, batch_invariant, num_sms)
-        # What is read twice is nearer where fewer rows share a multiprocessor.
-        return variant, 1024 if variant == "loop" else threads, rows_a_block
+    if not is_some or few:  # of what is read twice few rows share a multiprocessor, and its L1
+        found = choose(vecs, rows, has_residual, batch_invariant, num_sms)
+        return ("loop", 1024, 1) if found[0] == "loop" else found
     each = 1 if rows * vecs >= _MANY_VECS else 2
     return f"vec{each}", 32 * -(-vecs // (32 * each)), 1
 
