@@ -10,6 +10,7 @@
 
 #include "kernel_hub/follow_launch.cuh"
 #include "rowwise/quantise_rows.cuh"
+#include "rowwise/row_elements.cuh"
 
 namespace kernel_hub::rowwise {
 
@@ -100,13 +101,46 @@ __device__ __forceinline__ void gate_one(T* out, const GatedRow<T, Gate>& row, i
     Access<T, kWidth>::write(out + column, values);
 }
 
-template <typename T, int kWidth, typename Gate>
+// As many elements of `out` as a vector has, a warp's 32 apart.
+template <typename T, typename Gate>
+__device__ __forceinline__ void gate_run(T* out, const GatedRow<T, Gate>& row, int first) {
+    constexpr int kCount = kVecElems<T>;
+    const int left = row.size - first;
+    typename GatedRow<T, Gate>::template Bits<1> bits[kCount] = {};
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        if (j * kWarpSize < left) {
+            bits[j] = row.template read<1>(first + j * kWarpSize);
+        }
+    }
+    float gates[kCount], ups[kCount] = {}, values[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        gates[j] = to_float(bits[j].first);
+        if constexpr (Gate::kParts == 2) {
+            ups[j] = to_float(bits[j].second);
+        }
+    }
+    row.gate(gates, ups, values);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        if (j * kWarpSize < left) {
+            out[first + j * kWarpSize] = from_float<T>(values[j]);
+        }
+    }
+}
+
+template <typename T, bool kIsVec, typename Gate>
 __device__ __forceinline__ void gate_rows(T* out,      // (outer, num_rows, size)
                                           const T* x,  // (outer, num_rows, kParts * size)
                                           int64_t out_stride, int64_t out_outer_stride,
                                           int64_t x_stride, int64_t x_outer_stride, int num_rows,
                                           int size, Gate gate) {
-    const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    constexpr int kCount = kVecElems<T>;
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % kWarpSize;
+    // By the element: of few of them a thread has one.
+    const bool is_one = !kIsVec && gridDim.x * blockDim.x >= static_cast<uint32_t>(size);
+    const int column = kIsVec ? thread * kCount : is_one ? thread : (thread - lane) * kCount + lane;
     follow_launch_before();
     if (column >= size) {
         return;
@@ -114,8 +148,15 @@ __device__ __forceinline__ void gate_rows(T* out,      // (outer, num_rows, size
     out += blockIdx.z * out_outer_stride;
     x += blockIdx.z * x_outer_stride;
     for (int64_t row_idx = blockIdx.y; row_idx < num_rows; row_idx += gridDim.y) {
-        gate_one<T, kWidth, Gate>(out + row_idx * out_stride, {x + row_idx * x_stride, size, gate},
-                                  column);
+        T* to = out + row_idx * out_stride;
+        const GatedRow<T, Gate> row = {x + row_idx * x_stride, size, gate};
+        if constexpr (kIsVec) {
+            gate_one<T, kCount, Gate>(to, row, column);
+        } else if (is_one) {
+            gate_one<T, 1, Gate>(to, row, column);
+        } else {
+            gate_run(to, row, column);
+        }
     }
 }
 
@@ -151,30 +192,30 @@ struct GatedE4m3 {
     }
 };
 
-#define EXPORT_GATED(NAME, T, GATE, WIDTH)                                                      \
-    DESCRIBED(                                                                                  \
-        NAME, "x: columns in steps of blockDim.x accesses, y: rows, z: the outer dimension",    \
-        (.shared_bytes = 0),                                                                    \
-        extern "C" __global__ void __launch_bounds__(1024) NAME(                                \
-            T* out, const T* x, int64_t out_stride, int64_t out_outer_stride, int64_t x_stride, \
-            int64_t x_outer_stride, int num_rows, int size GATE_NUMBERS) {                      \
-            gate_rows<T, WIDTH>(out, x, out_stride, out_outer_stride, x_stride, x_outer_stride, \
-                                num_rows, size, GATE_OF(GATE));                                 \
+#define EXPORT_GATED(NAME, T, GATE, IS_VEC)                                                      \
+    DESCRIBED(                                                                                   \
+        NAME, "x: columns in steps of blockDim.x vectors, y: rows, z: the outer dimension",      \
+        (.shared_bytes = 0),                                                                     \
+        extern "C" __global__ void __launch_bounds__(1024) NAME(                                 \
+            T* out, const T* x, int64_t out_stride, int64_t out_outer_stride, int64_t x_stride,  \
+            int64_t x_outer_stride, int num_rows, int size GATE_NUMBERS) {                       \
+            gate_rows<T, IS_VEC>(out, x, out_stride, out_outer_stride, x_stride, x_outer_stride, \
+                                 num_rows, size, GATE_OF(GATE));                                 \
         })
 
 #define EXPORT_GATED_VARIANTS(NAME, T, GATE)                                             \
     DESCRIBED(                                                                           \
-        NAME##_flat, "x: columns in steps of blockDim.x accesses, y: exactly the rows",  \
+        NAME##_flat, "x: columns in steps of blockDim.x vectors, y: exactly the rows",   \
         (.shared_bytes = 0),                                                             \
         extern "C" __global__ void                                                       \
         __launch_bounds__(1024) NAME##_flat(T* out, const T* x, int size GATE_NUMBERS) { \
             gate_flat<T>(out, x, size, GATE_OF(GATE));                                   \
         })                                                                               \
-    EXPORT_GATED(NAME##_vec, T, GATE, kVecElems<T>)                                      \
-    EXPORT_GATED(NAME##_scalar, T, GATE, 1)
+    EXPORT_GATED(NAME##_vec, T, GATE, true)                                              \
+    EXPORT_GATED(NAME##_scalar, T, GATE, false)
 
 // 64 registers a thread: any blockDim up to 1,024.
-#define EXPORT_GATED_E4M3(NAME, T, GATE, BODY, SIZE)                                              \
+#define EXPORT_GATED_E4M3(NAME, T, GATE, BODY)                                                    \
     DESCRIBED(                                                                                    \
         NAME, "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row", \
         (.shared_bytes = 0),                                                                      \
@@ -185,15 +226,15 @@ struct GatedE4m3 {
             const GatedE4m3 gated(out, out_scale, x, out_stride, out_outer_stride, scale_stride,  \
                                   scale_outer_stride, x_stride, x_outer_stride, num_rows, size,   \
                                   GATE_OF(GATE));                                                 \
-            BODY<SIZE>(gated.source, gated.row);                                                  \
+            BODY(gated.source, gated.row);                                                        \
         })
 
 #define EXPORT_GATED_E4M3_VARIANTS(NAME, T, GATE)                          \
-    EXPORT_GATED_E4M3(NAME##_vec1, T, GATE, quantise_vecs, 1)              \
-    EXPORT_GATED_E4M3(NAME##_vec2, T, GATE, quantise_vecs, 2)              \
-    EXPORT_GATED_E4M3(NAME##_vec4, T, GATE, quantise_vecs, 4)              \
-    EXPORT_GATED_E4M3(NAME##_loop, T, GATE, quantise_passes, kVecElems<T>) \
-    EXPORT_GATED_E4M3(NAME##_scalar, T, GATE, quantise_passes, 1)
+    EXPORT_GATED_E4M3(NAME##_vec1, T, GATE, quantise_vecs<1>)              \
+    EXPORT_GATED_E4M3(NAME##_vec2, T, GATE, quantise_vecs<2>)              \
+    EXPORT_GATED_E4M3(NAME##_vec4, T, GATE, quantise_vecs<4>)              \
+    EXPORT_GATED_E4M3(NAME##_loop, T, GATE, quantise_passes<kVecElems<T>>) \
+    EXPORT_GATED_E4M3(NAME##_scalar, T, GATE, quantise_elements)
 
 // The kernels of an op, of T and of e4m3: {op}_{dtype}[_e4m3]_{variant}.
 #define EXPORT_GATED_OF(NAME, T, GATE)   \

@@ -7,6 +7,7 @@
 // Parallelisation and variants: those of gelu_and_mul.cu, of one part instead of two. `out` may be
 // `x`: each element is read, then written, by one thread.
 // Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "rowwise/activations.cuh"
 #include "rowwise/gated.cuh"

@@ -14,6 +14,7 @@
 // Shared memory: one float a warp, for the largest of a row.
 // Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
 // Linear Units", 2016.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "rowwise/activations.cuh"
 #include "rowwise/gated.cuh"

@@ -15,6 +15,7 @@
 // `out` may be `x`, `residual_out` may be `residual`: each element is read, then written, by one
 // thread. Shared memory: one float a warp and sum.
 // Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "rowwise/norm.cuh"
 

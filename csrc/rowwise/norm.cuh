@@ -5,32 +5,10 @@
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/reduce.cuh"
-#include "rowwise/norm_values.cuh"
+#include "rowwise/norm_elements.cuh"
 #include "rowwise/row_vecs.cuh"
 
 namespace kernel_hub::rowwise {
-
-// A row's scale, which it writes; what values are multiplied by.
-template <typename T>
-__device__ __forceinline__ float scale_row(const NormParams<T, EightBits>& p, float largest,
-                                           bool is_there) {
-    const float most = p.is_int8 ? kLargest<int8_t> : kLargest<__nv_fp8_e4m3>;
-    return rowwise::scale_row(most, p.out_scale, largest, is_there);
-}
-
-template <typename T, int kWidth>
-__device__ __forceinline__ void write_scaled(const NormParams<T, EightBits>& p, int first,
-                                             float factor, float (&values)[kWidth]) {
-#pragma unroll
-    for (float& value : values) {
-        value *= factor;
-    }
-    if (p.is_int8) {
-        write_row(reinterpret_cast<int8_t*>(p.out + first), values);
-    } else {
-        write_row(reinterpret_cast<__nv_fp8_e4m3*>(p.out + first), values);
-    }
-}
 
 // Weight and bias of T of a row's first vectors.
 template <typename T>
@@ -242,7 +220,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
         for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
             float s[kWidth];
             RowAccess::unpack(RowAccess::read(row + i), s);
-            norm_values(p, shape, i, s);
+            norm_vec(p, shape, i / kWidth, s);
             largest = max_nan(largest, largest_of(s));
         }
         factor = scale_row(p, row_max(largest, slots[kCentred + 1]), is_there);
@@ -251,7 +229,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
     for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
         float s[kWidth];
         RowAccess::unpack(RowAccess::read(row + i), s);
-        norm_values(p, shape, i, s);
+        norm_vec(p, shape, i / kWidth, s);
         if constexpr (kQuantised) {
             write_scaled(p, i, factor, s);
             continue;
@@ -269,7 +247,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
 }
 
 // 64 registers a thread: any blockDim up to 1,024.
-#define EXPORT_NORM(NAME, T, OUT, CENTRED, BODY, SIZE)                                             \
+#define EXPORT_NORM(NAME, T, OUT, CENTRED, BODY, ...)                                              \
     DESCRIBED(                                                                                     \
         NAME, "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",  \
         (.shared_bytes = 0),                                                                       \
@@ -281,30 +259,30 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
             int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size, \
             int is_weight32, int adds_after, int is_int8, float eps, float weight_offset) {        \
             using Out = std::conditional_t<std::is_void_v<OUT>, EightBits, OUT>;                   \
-            BODY<T, Out, CENTRED, SIZE>({static_cast<Out*>(out),                                   \
-                                         out_scale,                                                \
-                                         residual_out,                                             \
-                                         x,                                                        \
-                                         residual,                                                 \
-                                         weight,                                                   \
-                                         bias,                                                     \
-                                         out_stride,                                               \
-                                         out_outer_stride,                                         \
-                                         scale_stride,                                             \
-                                         scale_outer_stride,                                       \
-                                         residual_out_stride,                                      \
-                                         residual_out_outer_stride,                                \
-                                         x_stride,                                                 \
-                                         x_outer_stride,                                           \
-                                         residual_stride,                                          \
-                                         residual_outer_stride,                                    \
-                                         num_rows,                                                 \
-                                         hidden_size,                                              \
-                                         is_weight32,                                              \
-                                         adds_after,                                               \
-                                         is_int8,                                                  \
-                                         eps,                                                      \
-                                         weight_offset});                                          \
+            BODY<T, Out, CENTRED __VA_OPT__(, ) __VA_ARGS__>({static_cast<Out*>(out),              \
+                                                              out_scale,                           \
+                                                              residual_out,                        \
+                                                              x,                                   \
+                                                              residual,                            \
+                                                              weight,                              \
+                                                              bias,                                \
+                                                              out_stride,                          \
+                                                              out_outer_stride,                    \
+                                                              scale_stride,                        \
+                                                              scale_outer_stride,                  \
+                                                              residual_out_stride,                 \
+                                                              residual_out_outer_stride,           \
+                                                              x_stride,                            \
+                                                              x_outer_stride,                      \
+                                                              residual_stride,                     \
+                                                              residual_outer_stride,               \
+                                                              num_rows,                            \
+                                                              hidden_size,                         \
+                                                              is_weight32,                         \
+                                                              adds_after,                          \
+                                                              is_int8,                             \
+                                                              eps,                                 \
+                                                              weight_offset});                     \
         })
 
 // OUT void: one byte a value, e4m3 or int8 as is_int8 says.
@@ -313,7 +291,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
     EXPORT_NORM(NAME##_vec2, T, OUT, CENTRED, norm_vecs, 2)              \
     EXPORT_NORM(NAME##_vec4, T, OUT, CENTRED, norm_vecs, 4)              \
     EXPORT_NORM(NAME##_loop, T, OUT, CENTRED, norm_passes, kVecElems<T>) \
-    EXPORT_NORM(NAME##_scalar, T, OUT, CENTRED, norm_passes, 1)
+    EXPORT_NORM(NAME##_scalar, T, OUT, CENTRED, norm_elements)
 
 // {NAME}_{dtype}[_quantised]_{variant}
 #define EXPORT_NORMS(NAME, CENTRED)                                           \

@@ -5,6 +5,7 @@
 
 #include "kernel_hub/vec.cuh"
 #include "rowwise/quantised.cuh"
+#include "rowwise/row_elements.cuh"
 
 namespace kernel_hub::rowwise {
 
@@ -119,15 +120,26 @@ struct Factors {
     }
 };
 
-// The value at `place`, T or fp32; `none` where there are no values.
+// The values of a run, T or fp32; `none` where there are no values.
 template <typename T>
-__device__ __forceinline__ float parameter_at(const void* values, int is_fp32, int place,
-                                              float none) {
-    if (values == nullptr) {
-        return none;
+__device__ __forceinline__ void load_parameters(float (&found)[kRun], const void* values,
+                                                int is_fp32, int at, int left, float none) {
+#pragma unroll
+    for (float& value : found) {
+        value = none;
     }
-    return is_fp32 ? __ldg(static_cast<const float*>(values) + place)
-                   : to_float(__ldg(static_cast<const T*>(values) + place));
+    if (values == nullptr) {
+        return;
+    }
+    if (is_fp32) {
+        each_of_run(left, [&](int j) {
+            found[j] = __ldg(static_cast<const float*>(values) + at + j * kWarpSize);
+        });
+    } else {
+        each_of_run(left, [&](int j) {
+            found[j] = to_float(__ldg(static_cast<const T*>(values) + at + j * kWarpSize));
+        });
+    }
 }
 
 // Normed, in place: a vector, by weight and bias of a type asked for once.
@@ -145,19 +157,6 @@ __device__ __forceinline__ void norm_vec(const NormParams<T, Out>& p, RowShape s
     Factors<T, 1, false> factors;
     factors.load(p, vec_idx, INT_MAX);
     factors.norm(0, shape, s);
-}
-
-// Normed, in place: kWidth values from `first` on, one or a vector of them.
-template <typename T, typename Out, int kWidth>
-__device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShape shape, int first,
-                                            float (&s)[kWidth]) {
-    if constexpr (kWidth == 1) {
-        const float weight = parameter_at<T>(p.weight, p.is_weight32, first, 1.0f);
-        const float bias = parameter_at<T>(p.bias, p.is_weight32, first, 0.0f);
-        s[0] = normed_value(shape, s[0], weight, bias);
-    } else {
-        norm_vec(p, shape, first / kWidth, s);
-    }
 }
 
 }  // namespace kernel_hub::rowwise

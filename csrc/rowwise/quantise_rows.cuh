@@ -10,6 +10,7 @@
 #include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
 #include "rowwise/quantised.cuh"
+#include "rowwise/row_elements.cuh"
 #include "rowwise/row_vecs.cuh"
 
 namespace kernel_hub::rowwise {
@@ -131,6 +132,37 @@ __device__ __forceinline__ void quantise_passes(const Source& source, E4m3Row ro
         source.template values<kWidth>(source.template read<kWidth>(i), values);
         write_scaled(row.out + i, factor, values);
     }
+}
+
+// Rows of any length and alignment by the element: what one run of all threads holds is read once.
+template <typename Source>
+__device__ __forceinline__ void quantise_elements(const Source& source, E4m3Row row) {
+    __shared__ float slots[kMaxWarps];
+    const ElementRuns runs(row.is_there ? row.size : 0);
+    follow_launch_before();
+    float values[kRun][1];
+    const auto make = [&](int at, int left) {
+        typename Source::template Bits<1> bits[kRun] = {};
+        each_of_run(left, [&](int j) { bits[j] = source.template read<1>(at + j * kWarpSize); });
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+            source.template values<1>(bits[j], values[j]);
+        }
+    };
+    float largest = 0.0f;
+    runs.each([&](int at, int left) {
+        make(at, left);
+        each_of_run(left, [&](int j) { largest = max_nan(largest, fabsf(values[j][0])); });
+    });
+    const float factor =
+        scale_row(kLargest<__nv_fp8_e4m3>, row.out_scale, row_max(largest, slots), row.is_there);
+    runs.each([&](int at, int left) {
+        if (!runs.is_held()) {
+            make(at, left);
+        }
+        each_of_run(left,
+                    [&](int j) { write_scaled(row.out + at + j * kWarpSize, factor, values[j]); });
+    });
 }
 
 }  // namespace kernel_hub::rowwise

@@ -57,7 +57,11 @@ __device__ __forceinline__ void row_in_registers(E4m3Params<T> p) {
 template <int kWidth, typename T>
 __device__ __forceinline__ void row_twice(E4m3Params<T> p) {
     const E4m3Row row = select_row(p);
-    quantise_passes<kWidth>(PlainRow<T>{p.x}, row);
+    if constexpr (kWidth == 1) {
+        quantise_elements(PlainRow<T>{p.x}, row);
+    } else {
+        quantise_passes<kWidth>(PlainRow<T>{p.x}, row);
+    }
 }
 
 // The largest of `value` over aligned groups of kLanes lanes.

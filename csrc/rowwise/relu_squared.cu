@@ -6,6 +6,7 @@
 // Parallelisation and variants: those of gelu_and_mul.cu, of one part instead of two. `out` may be
 // `x`: each element is read, then written, by one thread.
 // Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "rowwise/gated.cuh"
 

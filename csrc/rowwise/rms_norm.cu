@@ -15,18 +15,21 @@
 //                    behind may begin, before the launch ahead has ended
 //   loop             rows of any length in two passes, the second finds the row in L1 or L2;
 //                    everything 16-byte aligned
-//   scalar           any size, any alignment: two passes, one element an access
+//   scalar           any size, any alignment: two passes, one element an access; what registers
+//                    hold of a row is read once
 // `out` may be `x`, `residual_out` may be `residual`: each element is read, then written, by one
 // thread. Shared memory: one float a warp.
 // NOTE: a persistent grid that prefetches the next row was slower at every size
 // (docs/notes/rms_norm.md).
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
+#include "rowwise/row_elements.cuh"
 #include "rowwise/row_vecs.cuh"
 
 namespace kernel_hub::rowwise {
@@ -157,6 +160,52 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
     }
 }
 
+// The same by the element: an access is one.
+template <typename T, bool kResidual, int>
+__device__ __forceinline__ void rms_norm_elements(RmsNormParams<T> p) {
+    __shared__ float slots[kMaxWarps];
+    p.select_outer(blockIdx.y);
+    const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    const ElementRuns runs(row_idx < p.num_rows ? p.hidden_size : 0);
+    const T* x = p.x + row_idx * p.x_stride;
+    const T* residual = p.residual + row_idx * p.residual_stride;
+    T* residual_out = p.residual_out + row_idx * p.residual_out_stride;
+    T* out = p.out + row_idx * p.out_stride;
+
+    follow_launch_before();
+    T row[kRun];
+    float sum = 0.0f;
+    runs.each([&](int at, int left) {
+        load_run(row, x + at, left);
+        if constexpr (kResidual) {
+            T other[kRun];
+            load_run(other, residual + at, left);
+            each_of_run(left, [&](int j) {
+                row[j] = from_float<T>(to_float(row[j]) + to_float(other[j]));
+                residual_out[at + j * kWarpSize] = row[j];
+            });
+        }
+#pragma unroll
+        for (const T value : row) {
+            sum += to_float(value) * to_float(value);
+        }
+    });
+    const float inverse_rms = inverse_rms_of<false>(row_sum(sum, slots), p.hidden_size, p.eps);
+
+    const T* normed = kResidual ? residual_out : x;
+    runs.each([&](int at, int left) {
+        T weight[kRun];
+        if (!runs.is_held()) {
+            load_run(row, normed + at, left);
+        }
+        load_run(weight, p.weight + at, left);
+        each_of_run(left, [&](int j) {
+            out[at + j * kWarpSize] = from_float<T>(to_float(row[j]) * inverse_rms *
+                                                    (to_float(weight[j]) + p.weight_offset));
+        });
+    });
+}
+
 // 64 registers a thread: any blockDim up to 1,024.
 #define EXPORT_RMS_NORM(NAME, T, BODY, HAS_RESIDUAL, SIZE, PARAMS, ...)                           \
     DESCRIBED(                                                                                    \
@@ -214,7 +263,7 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
     EXPORT_RMS_NORM_FLAT(DTYPE, T, vec2, 2)                                  \
     EXPORT_RMS_NORM_FLAT(DTYPE, T, vec4, 4)                                  \
     EXPORT_RMS_NORM_STRIDED(DTYPE, T, loop, rms_norm_two_pass, kVecElems<T>) \
-    EXPORT_RMS_NORM_STRIDED(DTYPE, T, scalar, rms_norm_two_pass, 1)
+    EXPORT_RMS_NORM_STRIDED(DTYPE, T, scalar, rms_norm_elements, 1)
 
 #define EXPORT_RMS_NORM_EARLY(DTYPE, T)                            \
     EXPORT_RMS_NORM_PLAIN(DTYPE, T, early_vec1, rms_norm_early, 1) \

@@ -8,6 +8,7 @@
 //
 // Parallelisation, variants and shared memory: as layer_norm.cu, whose body it shares (norm.cuh).
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "rowwise/norm.cuh"
 

@@ -9,7 +9,8 @@
 // stride does not collapse with the rows'.
 //   vec      16 bytes a thread: size a multiple of the vector, everything 16-byte aligned
 //   flat     the same of contiguous rows, as many as gridDim.y: few parameters, no strides, no loop
-//   scalar   one element a thread: any size, any alignment
+//   scalar   any size, any alignment, an element an access: of few one a thread, else as many as a
+//            vector has
 // Into e4m3 blockDim.x threads a row, blockDim.y rows a block along gridDim.x, the outer dimension
 // along gridDim.y; shared memory for one float a warp.
 //   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread
@@ -17,6 +18,7 @@
 // NOTE: two or four vectors a thread, and a grid as large as the card, were slower at every size
 // (docs/notes/silu_and_mul.md).
 // Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "rowwise/activations.cuh"
 #include "rowwise/gated.cuh"

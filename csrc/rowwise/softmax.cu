@@ -11,7 +11,7 @@
 //            the forward everything is 16-byte aligned. From compute capability 9.0 on a cluster of
 //            blocks_a_row blocks may share a row: each reads a part, then all exchange what they
 //            found
-//   edges    the forward of rows in 16 bits of any alignment, in registers: an element an access,
+//   edges    the forward of rows of any alignment, in registers: an element an access,
 //            up to 20 of a thread. Clusters as above
 //   warps    the same of rows of up to 640 columns: blockDim.x is 32
 //   loop     rows of any length and alignment, of such vectors: a pass for maximum and sum, one for
@@ -99,6 +99,8 @@ EXPORT_SOFTMAX_VARIANTS(bf16, __nv_bfloat16, NARROW)
 EXPORT_SOFTMAX_VARIANTS(fp32, float, WIDE)
 EXPORT_SOFTMAX(softmax_fp16_edges, __half, IN_REGISTERS, softmax_once<0, 0>)
 EXPORT_SOFTMAX(softmax_bf16_edges, __nv_bfloat16, IN_REGISTERS, softmax_once<0, 0>)
+EXPORT_SOFTMAX(softmax_fp32_edges, float, IN_REGISTERS, softmax_once<0, 0>)
+EXPORT_SOFTMAX(softmax_fp32_warps, float, IN_REGISTERS, softmax_once<0, kWarpSize>)
 EXPORT_SOFTMAX(softmax_fp16_warps, __half, IN_REGISTERS, softmax_once<0, kWarpSize>)
 EXPORT_SOFTMAX(softmax_bf16_warps, __nv_bfloat16, IN_REGISTERS, softmax_once<0, kWarpSize>)
 

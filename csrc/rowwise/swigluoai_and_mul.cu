@@ -7,6 +7,7 @@
 //
 // Parallelisation and variants: those of gelu_and_mul.cu.
 // Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "rowwise/activations.cuh"
 #include "rowwise/gated.cuh"

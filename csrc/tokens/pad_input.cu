@@ -11,6 +11,7 @@
 // A row of packed results finds its sequence in steps of half of what is left. No shared memory.
 //   vec    units of 16 bytes
 //   word   units of 4 bytes
+//   half_word   units of 2 bytes
 //   byte   any size and alignment
 // Source: Dao, flash-attention's bert_padding.py, 2022, for what they do.
 
@@ -53,10 +54,10 @@ __device__ __forceinline__ void check_bounds(int* flag, const int* cu_seqlens, i
 
 // Strides in units, of rows that are packed, of sequences and of their rows.
 template <typename Unit, bool kPads>
-__device__ __forceinline__ void copy_rows(Unit* out, const Unit* x, const int* cu_seqlens,
-                                          int64_t packed_stride, int64_t batch_stride,
-                                          int64_t padded_stride, int batch_size, int seqlen,
-                                          int total, int units) {
+__device__ __forceinline__ void copy_rows(Unit* out, int* flag, const Unit* x,
+                                          const int* cu_seqlens, int64_t packed_stride,
+                                          int64_t batch_stride, int64_t padded_stride,
+                                          int batch_size, int seqlen, int total, int units) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= (kPads ? batch_size * seqlen : total)) {
         return;
@@ -88,6 +89,9 @@ __device__ __forceinline__ void copy_rows(Unit* out, const Unit* x, const int* c
             }
         }
     }
+    if (kPads) {
+        report_if(flag, at == 0 && threadIdx.x == 0 && range.is_outside, kTokensOutside);
+    }
 }
 
 #define EXPORT_COPY_ROWS(NAME, UNIT, PADS)                                                      \
@@ -98,15 +102,18 @@ __device__ __forceinline__ void copy_rows(Unit* out, const Unit* x, const int* c
             int64_t batch_stride, int64_t padded_stride, int batch_size, int seqlen, int total, \
             int units) {                                                                        \
             follow_launch_before();                                                             \
-            copy_rows<UNIT, PADS>(static_cast<UNIT*>(out), static_cast<const UNIT*>(x),         \
+            copy_rows<UNIT, PADS>(static_cast<UNIT*>(out), flag, static_cast<const UNIT*>(x),   \
                                   cu_seqlens, packed_stride, batch_stride, padded_stride,       \
                                   batch_size, seqlen, total, units);                            \
-            check_bounds(flag, cu_seqlens, batch_size, total);                                  \
+            if (!PADS) {                                                                        \
+                check_bounds(flag, cu_seqlens, batch_size, total);                              \
+            }                                                                                   \
         })
 
-#define EXPORT_UNITS(NAME, PADS)                  \
-    EXPORT_COPY_ROWS(NAME##_vec, uint4, PADS)     \
-    EXPORT_COPY_ROWS(NAME##_word, uint32_t, PADS) \
+#define EXPORT_UNITS(NAME, PADS)                       \
+    EXPORT_COPY_ROWS(NAME##_vec, uint4, PADS)          \
+    EXPORT_COPY_ROWS(NAME##_word, uint32_t, PADS)      \
+    EXPORT_COPY_ROWS(NAME##_half_word, uint16_t, PADS) \
     EXPORT_COPY_ROWS(NAME##_byte, uint8_t, PADS)
 EXPORT_UNITS(pad_input, true)
 EXPORT_UNITS(unpad_input, false)

@@ -158,8 +158,8 @@ def cu_seqlens(device: str) -> None:
 
 
 def pad_input(device: str) -> None:
-    """Both ways: vectors, words and bytes, bounds that lie, sequences longer than there is room."""
-    for size, lies, seqlen in itertools.product((4096, 12, 7), (0, 9000), (1, 30)):
+    """Both ways: units of 16, 4, 2 and 1 bytes, bounds that lie, sequences with too little room."""
+    for size, lies, seqlen in itertools.product((4096, 12, 14, 7), (0, 9000), (1, 30)):
         bounds = torch.tensor([0, 3, 3 - lies, 40], device=device, dtype=torch.int32)
         x = torch.zeros(44, size, device=device, dtype=torch.uint8)
         ops.unpad_input(ops.pad_input(x, bounds, seqlen), bounds, 44)

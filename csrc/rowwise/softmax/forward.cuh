@@ -108,7 +108,7 @@ __device__ __forceinline__ void keep_pointer(T*& pointer) {
     asm("" : "+l"(pointer));
 }
 
-// Rows of 16 bits of any alignment, an element an access: kFours times four of a thread, each
+// Rows of any alignment, an element an access: kFours times four of a thread, each
 // `step` behind the last. Of fours that all threads would have beyond the row there is nothing.
 constexpr int kFours = 5, kFour = 4;
 
@@ -147,7 +147,7 @@ struct Columns {
 // What such an element is, from its bits.
 template <typename T>
 __device__ __forceinline__ float value_of(uint32_t bits) {
-    float values[2];
+    float values[Word<T>::kElems];
     Word<T>::unpack(bits, values);
     return values[0];
 }
@@ -158,13 +158,14 @@ __device__ __forceinline__ void read_columns(const SoftmaxParams<T>& p, const Sh
                                              const Columns<kStep>& columns, const T* x,
                                              float (&s)[kFours][kFour]) {
     const bool has_mask = p.mask != nullptr, is_truth = has_mask && !p.is_added;
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
     // Issue every load before the first use.
     uint32_t bits[kFours][kFour], masks[kFours][kFour] = {};
-    columns.template read<uint16_t>(x, bits);
+    columns.template read<Bits>(x, bits);
     if (is_truth) {
         columns.template read<uint8_t>(p.mask_of(share.row_idx), masks);
     } else if (has_mask) {
-        columns.template read<uint16_t>(p.mask_of(share.row_idx), masks);
+        columns.template read<Bits>(p.mask_of(share.row_idx), masks);
     }
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {

@@ -18,8 +18,8 @@ from .norm_shapes import choose, scalar_choice
 
 # What `approximate` of a GELU may be -> whether it is by tanh.
 GELU_FORMS = {"none": False, "tanh": True}
-# Of a block where vectors are few, and else; of a multiprocessor.
-_FEW_THREADS, _THREADS, _THREADS_AN_SM = 128, 256, 2048
+# Of a block where vectors are few, and else; of a multiprocessor. Elements of a short row.
+_FEW_THREADS, _THREADS, _THREADS_AN_SM, _SHORT = 128, 256, 2048, 256
 _empty, _empty_like = torch.empty, torch.empty_like
 _is_quick = common.is_quick
 
@@ -227,11 +227,13 @@ class Gated:
             rows, outer, size = 1, 1, numel
             variant, threads = "vec", threads_of_whole(numel // elems, gpu.num_sms)
             span = threads * elems
-        elif is_scalar:
-            variant, threads, span = "scalar", 256, 256
         else:
-            threads = threads_of_vecs(size // elems, rows * outer, self.parts)
-            variant, span = "vec", threads * elems
+            # By the element a thread has as many, a warp's lanes apart, or of few one.
+            at_once = _THREADS_AN_SM * gpu.num_sms
+            is_few = is_scalar and (size <= _SHORT or rows * outer * size <= at_once)
+            each = 1 if is_few else elems
+            threads = threads_of_vecs(-(-size // each), rows * outer, self.parts)
+            variant, span = "scalar" if is_scalar else "vec", threads * each
         # Contiguous rows take fewer parameters and no stride arithmetic.
         if variant == "vec" and is_whole and rows <= common.MAX_GRID_Y:
             variant, numbers = "flat", (size,)

@@ -9,13 +9,17 @@ from typing import NamedTuple
 _AT_ONCE, _NARROW, _HELD = 1024, 64, 4 * 1024
 # As _AT_ONCE: of quantised rows, of threads that have two vectors each.
 _QUANTISED_AT_ONCE, _HALVES_AT_ONCE = 768, 1280
+# Elements of a thread that are asked for at once, of rows without vectors.
+_RUN = 8
 # Vectors of wide rows, of many rows together.
 _WIDE, _MANY_VECS = 256, 600_000
 
 
 def scalar_choice(size: int) -> tuple[str, int, int]:
-    """(variant, threads a row, rows a block) for rows that 16-byte vectors do not fit."""
-    threads = min(256, 32 * -(-size // 32))
+    """(variant, threads a row, rows a block) for rows that 16-byte vectors do not fit: a run of
+    elements a thread, more where a block would be too large.
+    """
+    threads = min(1024, 32 * -(-size // (32 * _RUN)))
     return "scalar", threads, max(1, 128 // threads)
 
 

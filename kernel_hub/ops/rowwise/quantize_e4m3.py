@@ -26,6 +26,8 @@ _FOLDED = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8)
 _ROWS_AT_ONCE, _TILE_THREADS = 4, 256
 # Threads of a multiprocessor; a kernel with four loads in flight has 64 registers.
 _AT_ONCE = 1024
+# Of a whole tensor that one block holds.
+_HELD_VECS, _HELD_ELEMS = 4096, 8192
 _plans: Plans[tuple[tuple[Launch, ...], common.Spans]] = Plans()
 _operands = common.Operands(_OP, "x", "scale out out_scale")
 _writes = common.Writes(_OP, "out out_scale x scale", "out out_scale")
@@ -159,6 +161,11 @@ def _plan(
         return ()
     size, elems = x.shape[-1], common.VEC_BYTES // x.element_size()
     outer, rows, strides = _places(x, out_scale if scale is None else scale, per, out)
+    if scale is None and per == "tensor" and x.is_contiguous() and out.is_contiguous():
+        # Few enough for a block are one row of it: no second launch.
+        whole, is_whole = x.numel(), low_bits == 0 and x.numel() % elems == 0
+        if whole <= (_HELD_VECS * elems if is_whole else _HELD_ELEMS):
+            per, rows, outer, size, strides = "row", 1, 1, whole, (0,) * len(strides)
     is_scalar = bool(low_bits) or not common.is_aligned(elems, size, *strides[:2], *strides[-2:])
     width = "scalar" if is_scalar else "vec"
     # Threads that take an access of each row, or, of blocks, a warp each by the element.

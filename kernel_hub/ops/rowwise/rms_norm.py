@@ -34,8 +34,8 @@ _written = common.written
 _empty_like = torch.empty_like
 _MOST = common.MAX_NUMBER
 # Up to so many rows with a residual each has threads enough for all that it reads at once: a vector
-# of each from so many vectors in all on, else two.
-_SOME_ROWS, _WIDE, _MANY_VECS = 1024, (256, 1024), 160_000
+# of each from so many vectors in all on, else two. Without one four are best between _FOURS.
+_SOME_ROWS, _WIDE, _MANY_VECS, _FOURS = 1024, (256, 1024), 160_000, (640, 1024)
 # Rows a launch of which lets the next begin first, and up to so many vectors a thread.
 _EARLY_ROWS, _EARLY = 256, {"flat_vec1": "early_vec1", "flat_vec2": "early_vec2"}
 
@@ -187,8 +187,12 @@ def _choose(
 ) -> tuple[str, int, int]:
     """As `choose`; some rows with a residual as docs/notes/rms_norm.md has measured."""
     is_some = has_residual and rows <= _SOME_ROWS and _WIDE[0] <= vecs <= _WIDE[1]
-    if not is_some or batch_invariant or is_few(vecs, rows, num_sms):
-        return choose(vecs, rows, has_residual, batch_invariant, num_sms)
+    few = batch_invariant or is_few(vecs, rows, num_sms)
+    if not (has_residual or few) and _FOURS[0] < vecs < _FOURS[1]:
+        return "vec4", 32 * -(-vecs // 128), 1
+    if not is_some or few:  # of what is read twice few rows share a multiprocessor, and its L1
+        found = choose(vecs, rows, has_residual, batch_invariant, num_sms)
+        return ("loop", 1024, 1) if found[0] == "loop" else found
     each = 1 if rows * vecs >= _MANY_VECS else 2
     return f"vec{each}", 32 * -(-vecs // (32 * each)), 1
 

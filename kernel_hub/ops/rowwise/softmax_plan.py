@@ -14,7 +14,7 @@ from ..core.launch import Launch
 CUBIN, BACKWARD = "softmax", "softmax_backward"
 SHARED_BYTES = 400  # as the source states, beside a row that is kept
 _NARROW_ELEMS = 8  # of a vector of 16 bits
-# Of rows of 16 bits that are not whole vectors: columns of a thread at most, of which it has fours;
+# Of rows that are not whole vectors: columns of a thread at most, of which it has fours;
 # of one of a row of up to _SHORT.
 COLUMNS, _FOUR = 20, 4
 # Rows of fewer lanes than a warp; of more columns than a warp has; that many rows rather have kept.
@@ -153,7 +153,7 @@ def choose_any(
 
 
 def choose_columns(size: int, rows: int, num_sms: int) -> Shape:
-    """For rows of 16 bits that are not whole vectors.
+    """For rows that are not whole vectors.
 
     Measured on an H200 (docs/notes/softmax.md): a warp a row where it has that many; of longer ones
     the fewest columns a thread, from eight on, with which all rows run at once, else the most.
@@ -210,7 +210,7 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
     held: tuple[str, int, int] | None = None
     if is_aligned or (is_narrow and op == BACKWARD):
         held = ("vec", vecs, a_thread)
-    elif is_narrow:
+    elif op != BACKWARD:
         held = ("edges", size, COLUMNS)
     shape = choose_any(vecs, num_rows, held, op, gpu)
     function = common.shipped(CUBIN, f"{CUBIN}_{kind}_{shape.variant}")

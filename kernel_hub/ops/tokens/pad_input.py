@@ -16,7 +16,7 @@ _PAD, _UNPAD = "pad_input", "unpad_input"
 _THREADS = 256
 # Units that a thread reads before it writes; threads of a multiprocessor that few rows have.
 _AHEAD, _AT_ONCE = 4, 1024
-_UNITS = (("vec", 16), ("word", 4), ("byte", 1))
+_UNITS = (("vec", 16), ("word", 4), ("half_word", 2), ("byte", 1))
 _Plan = tuple[tuple[Any, ...], common.Spans]
 
 
@@ -190,6 +190,7 @@ def _choose(units: int, rows: int, num_sms: int) -> tuple[int, int]:
     """
     each = min(_AHEAD, -(-rows * units // (_AT_ONCE * num_sms)))
     lanes = -(-units // each)
+    lanes = -(-lanes // -(-lanes // _THREADS))  # as many in each of a row's rounds
     # Whole lines of the cache, where a row has several.
     threads = min(_THREADS, 8 * -(-lanes // 8) if lanes > 8 else lanes)
     return threads, min(_THREADS // threads, rows)

@@ -17,6 +17,7 @@ from row_layouts import rows_of_64
 from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.rowwise import gated
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
@@ -52,6 +53,23 @@ class Gate:
         # In fp32 a difference of numbers near 1 is left of a gate far below 0, as in torch's own.
         slack = (self.slack if x.dtype.itemsize == 2 else 2e-7) * float(x.abs().max()) ** 2
         check_quantised_rows(*found, self.reference(x, **self.options), slack)
+
+
+@pytest.mark.parametrize("size", [1, 7, 33, 255, 257, 4099])
+@each_dtype
+def test_many_rows_by_the_element(
+    way: Way, dtype: torch.dtype, size: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of a thread as vectors have; few have one each."""
+    monkeypatch.setattr(gated, "_THREADS_AN_SM", 0)
+    forget_all()
+    for rows in (1, 3):
+        x = way.randn(rows, gate.parts * size, dtype=dtype) * 3
+        out = Guarded((rows, size), dtype, way.device, shift=1)
+        gate(x, out=out.tensor)
+        out.check()
+        gate.check(out.tensor, x)
+    forget_all()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -52,6 +52,19 @@ def test_scales_that_are_found(way: Way, dtype: torch.dtype, size: int, per: str
         check_quantised(given, spread, truth, largest)
 
 
+@pytest.mark.parametrize(("shape", "launches"), [((4, 64), 1), ((4, 5), 1), ((9, 8192), 2)])
+def test_a_whole_that_a_block_holds_is_a_row_of_it(
+    way: Way, shape: tuple[int, ...], launches: int
+) -> None:
+    """Where both lie in one piece: else blocks wait for each other."""
+    x = way.randn(*shape, dtype=torch.float16)
+    out, scale = op._new_out(x), op._new_scale(x, "tensor")
+    assert len(op._plan(x, None, "tensor", out, scale, 0)) == launches
+    wide = way.randn(shape[0], shape[1] + 8, dtype=torch.float16)[:, : shape[1]]
+    assert len(op._plan(wide, None, "tensor", out, scale, 0)) == 2
+    check_found(*quantize_e4m3(wide, per="tensor"), wide, "tensor")
+
+
 @each_kind
 @each_dtype
 def test_layouts(way: Way, dtype: torch.dtype, per: str) -> None:

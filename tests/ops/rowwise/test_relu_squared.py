@@ -9,6 +9,7 @@ import torch
 from gated_cases import Gate, check_values_that_are_none, each_dtype, fixture_of, strange
 from gated_cases import test_in_place as test_in_place
 from gated_cases import test_layouts as test_layouts
+from gated_cases import test_many_rows_by_the_element as test_many_rows_by_the_element
 from gated_cases import test_refused as test_refused
 from gated_cases import test_rows_of_e4m3 as test_rows_of_e4m3
 from gated_cases import test_sizes as test_sizes

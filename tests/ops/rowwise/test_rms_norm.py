@@ -135,6 +135,10 @@ def test_few_rows_are_those_that_run_at_once() -> None:
     assert choose(160, 1000, False, False, 132) == ("vec2", 96, 1)
     assert choose(160, 1000, True, False, 132) == ("vec4", 64, 2)
     assert choose(257, 300, False, False, 132)[0] == "vec2"
+    assert choose(640, 1025, False, False, 132) == ("vec2", 320, 1)
+    assert choose(836, 1025, False, False, 132) == ("vec4", 224, 1)
+    assert choose(836, 1025, False, True, 132)[0] == choose(836, 1, False, True, 132)[0] == "vec2"
+    assert choose(5000, 300, True, False, 132) == ("loop", 1024, 1)
     # Some wide rows with a residual: as many threads as read at once.
     assert choose(640, 403, True, False, 132) == ("vec1", 640, 1)
     assert choose(512, 300, True, False, 132) == ("vec2", 256, 1)
