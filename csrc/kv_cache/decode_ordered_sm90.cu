@@ -6,11 +6,11 @@
 // That kernel takes blocks of 128 keys from the last one to the first. Scores are sums of their
 // own, so whoever makes them; so are a block's probabilities once the running maximum is known;
 // what has an order is the sum over keys, a column at a time. Here a cluster is an item (a sequence
-// and a kv head). Warps that score have a block of keys of each round of 16, or two of them have one
-// where there are few; all blocks of the cluster get the keys' blocks' largest scores, from which
-// each finds the running maximum; all get all probabilities (st.async), and warps that add have
-// eight columns of values each, in that order. Rounds are scored while those before are added. Rows
-// are the query heads of the kv head, up to 8.
+// and a kv head). Warps that score have a block of keys of each round of 16, or two of them have
+// one where there are few; all blocks of the cluster get the keys' blocks' largest scores, from
+// which each finds the running maximum; all get all probabilities (st.async), and warps that add
+// have eight columns of values each, in that order. Rounds are scored while those before are added.
+// Rows are the query heads of the kv head, up to 8.
 //
 // NOTE: mma.sync's 16 products and an addend have the bits of one step of wgmma; tests hold it.
 //
