@@ -146,12 +146,9 @@ def rms_norm(
 
 def _is_wide(x: Any, weight: Any) -> bool:
     """Whether 16-bit rows have a weight in fp32."""
-    return (
-        isinstance(x, torch.Tensor)
-        and isinstance(weight, torch.Tensor)
-        and weight.dtype == torch.float32
-        and x.dtype in (torch.float16, torch.bfloat16)
-    )
+    if not (isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)):
+        return False
+    return weight.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def _numbers(eps: Any, weight_offset: Any) -> tuple[float, float]:
