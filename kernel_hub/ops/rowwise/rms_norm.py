@@ -115,9 +115,8 @@ def rms_norm(
         or _is_wide(x, weight)
         or (isinstance(out, torch.Tensor) and out.dtype in QUANTISED)
     ):
-        given = NormGiven(
-            x, weight, bias, residual, eps, weight_offset, adds_after, batch_invariant
-        )
+        how = eps, weight_offset, adds_after, batch_invariant
+        given = NormGiven(x, weight, bias, residual, *how)
         return _joined(given, out_dtype, Outs(out, out_scale, residual_out))
     eps, weight_offset = _numbers(eps, weight_offset)
     if not _operands.are_plain((x, weight), (residual, out, residual_out)):
