@@ -199,7 +199,9 @@ _GROUP_QUERIES, _MANY_GROUPS = 264 * 128, 5
 # count too, and a tile for every other multiprocessor is enough. Of narrow ones half of the bytes
 # are better where tiles are many.
 _MANY_TILES = 8 * 132
-_MOST_ALIKE = 16  # sequences that are alike: Order::kMostAlike
+# Sequences that are alike: Order::kMostAlike, and bytes that tiles of theirs, which do not run side
+# by side, may read again.
+_MOST_ALIKE, _ALIKE_BYTES = 16, 40 << 20
 _WIDE_HEADS, _MORE_L2_BYTES, _SHORT_WIDE, _SOME_TILES, _FEW_TILES = 320, 22 << 20, 1024, 250, 66
 
 # In turn: tiles that see up to so many keys are better pair by pair in more rounds than that or
@@ -236,7 +238,8 @@ def heads_a_group(problem: Problem, seqlen_k: int) -> int:
     together = max(1, least, round(l2_bytes / pair_bytes))
     num_groups = max(1, round(num_pairs / together))
     if problem.has_lengths and num_groups == 1:  # of sequences that are alike, too
-        most = max(1, min(_MOST_ALIKE, round(together / num_kv_heads)))
+        held = _ALIKE_BYTES // (pair_bytes * num_kv_heads)
+        most = max(1, min(_MOST_ALIKE, held, round(together / num_kv_heads)))
         return num_heads * -(-problem.batch_size // max(1, -(-problem.batch_size // most)))
     return max(1, -(-num_pairs // num_groups)) * group
 

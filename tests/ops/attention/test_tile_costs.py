@@ -139,6 +139,9 @@ def test_sequences_that_are_alike_run_together() -> None:
     for batch_size, seqlen, sequences in ((5, 674, 5), (17, 700, 9), (6, 16_000, 1), (3, 1400, 3)):
         problem = prompts(batch_size, seqlen, (8, 2))._replace(cache_seqlens=table)
         assert COSTS.heads_a_group(problem, seqlen) == 8 * sequences
+    # A chunk over more than the L2 holds: its tiles side by side read it once.
+    chunks = prompts(43, 270, (4, 4), 224)._replace(cache_seqlens=table)
+    assert COSTS.heads_a_group(chunks, 26_274) == 4
 
 
 @pytest.mark.gpu
