@@ -93,9 +93,7 @@ class Runner:
             logits = self._logits(Ragged(
                 **inputs, num_decodes=batch.num_decodes, max_chunk=longest, width=batch.width
             ))  # fmt: skip
-            ids = logits.new_empty(0, dtype=torch.long)
-            if num_rows:
-                ids = self._draw(logits, self._dense(given, rows))
+            ids = self._draw(logits, self._dense(given, rows)) if num_rows else self._last[:0]
         self._last[:num_rows] = ids[:num_rows]
         scores = None
         if num_rows and batch.logprobs is not None:
@@ -241,10 +239,7 @@ class Runner:
         size, width, chunks, prompt, pages = shape
         inputs = Ragged(
             **{name: given.pop(name) for name in Ragged._fields if name in given},
-            block_table=torch.zeros(
-                (size + chunks, pages or self.max_pages + MOST_WIDE),
-                dtype=torch.int32, device=flat.device,
-            ),
+            block_table=flat.new_zeros(size + chunks, pages or self.max_pages + MOST_WIDE),
             num_decodes=size, max_chunk=prompt or width, width=width,
         )  # fmt: skip
         self._draw(self._logits(inputs), given)  # makes plans and loads kernels
