@@ -10,7 +10,8 @@
 //   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread: hidden_size at most
 //                    blockDim.x * vectors of them, everything 16-byte aligned
 //   loop             rows of any length, a pass for each sum; everything 16-byte aligned
-//   scalar           any size, any alignment: the same, one element an access
+//   scalar           any size, any alignment: one element an access, eight a thread at once, which
+//                    are read once where registers hold them
 // Weight and bias are T or fp32, asked at run time; they are read after the sums, from L1 or L2.
 // `out` may be `x`, `residual_out` may be `residual`: each element is read, then written, by one
 // thread. Shared memory: one float a warp and sum.

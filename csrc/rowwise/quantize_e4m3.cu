@@ -4,7 +4,8 @@
 //
 // Variants by what shares a scale, each in 16-byte vectors or (scalar) of any size and alignment:
 //   row_vec1 _vec2 _vec4 _loop _scalar   a row; blockDim.x threads a row, blockDim.y rows a block,
-//                    in registers (vecN: that many vectors a thread) or read twice
+//                    in registers (vecN: that many vectors a thread) or read twice; a small whole
+//                    tensor is one too
 //   block_vec _scalar   128 columns of a row: as many neighbouring lanes as hold them
 //   tile_vec _scalar   128 x 128: a block each, in registers
 //   largest_vec _scalar   the whole tensor: only its scale, by the block that ends last; rows are

@@ -25,12 +25,12 @@ Make = Callable[..., FakeCuda]
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_shipped_cubin(make_fakecuda: Make, capability: tuple[int, int]) -> None:
     fake = make_fakecuda(capability=capability)
-    kernel = Kernel("rms_norm")
+    kernel = Kernel("append_kv")
     image = kernel.image()
     arch = {(8, 6): "sm80"}.get(capability, "sm{}{}".format(*capability))
-    entry = find_collection("kernel_hub").manifest.cubins["rms_norm"][arch]
+    entry = find_collection("kernel_hub").manifest.cubins["append_kv"][arch]
     assert hashlib.sha256(image).hexdigest() == entry.sha256
-    assert image == (ROOT / "cubins" / arch / "rms_norm.cubin").read_bytes()
+    assert image == (ROOT / "cubins" / arch / "append_kv.cubin").read_bytes()
     assert fake.calls("cuLibraryLoadData") == fake.calls("cuDevicePrimaryCtxRetain") == 0
     kernel.load()
     assert kernel.image() == kernel.image(0) == image

@@ -54,9 +54,10 @@ def quantize_e4m3(
     out_scale: where to write scales that are found, fp32, any strides; must not overlap the others.
 
     Returns (out, out_scale), or out alone where scale is given. A CUDA tensor runs the shipped
-    cubin on torch's current stream, twice for one scale of the whole, without a wait of the host; a
-    CPU tensor runs a reference in torch. No backward. Raises TensorError naming the argument that
-    does not fit.
+    cubin on torch's current stream, without a wait of the host, and twice for one scale of many or
+    strided values (what lies halfway between two codes may take the other one then); a CPU tensor
+    runs a reference in torch. No backward. Raises TensorError naming the argument that does not
+    fit.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; DeepSeek-AI, "DeepSeek-V3
     Technical Report", 2024, 3.3.
     """

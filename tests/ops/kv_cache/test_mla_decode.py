@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import ways
+from arena import Arena
 from back_to_back import check_back_to_back
 from bits import same_bits
 from decode_step import check_nan_stays
@@ -169,6 +171,28 @@ def test_more_parts_than_are_merged_at_once_on_hopper(
     with contextlib.nullcontext() if hopper_way.is_gpu else pretend(PlannedGpu((9, 0), 40)):
         most = 64 * (140 if hopper_way.is_gpu else 40)
         LatentStep(hopper_way, [most - 3, 30], num_heads=3).check()
+
+
+@pytest.mark.parametrize("ones, tokens, num_heads", [(3, 4224, 64), (5, 3904, 32)])
+def test_a_merge_whose_last_levels_are_empty(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, ones: int, tokens: int, num_heads: int
+) -> None:
+    """17 parts of one item, or a few more: nobody asks for what lies behind the partials."""
+    if hopper_way.is_gpu:
+        LatentStep(hopper_way, [1] * 31 + [2400], num_heads=num_heads).check()
+        return
+    new_tensor = torch.empty
+    monkeypatch.setattr(ways, "EMULATED_SMS", 24)
+    forget_all()
+    with Arena("cpu", random.Random(3)) as memory, pretend(PlannedGpu((9, 0), 24)):
+
+        def apart(*shape: Any, **options: Any) -> torch.Tensor:
+            if options.get("dtype") == torch.float32 and shape[0] > 500_000:
+                return memory.empty("partials", shape, torch.float32)
+            return new_tensor(*shape, **options)
+
+        monkeypatch.setattr(torch, "empty", apart)
+        LatentStep(hopper_way, [1] * ones + [tokens], num_heads=num_heads).check()
 
 
 def test_pages_of_the_slower_kernel(hopper_way: Way) -> None:

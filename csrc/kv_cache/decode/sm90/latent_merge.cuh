@@ -77,7 +77,7 @@ struct LatentMerge {
             wait_for(part, group + step - 1, step, others);
             if constexpr (!kIsEarly) {
 #pragma unroll
-                for (int g = 0; g < kBuffers; ++g) {
+                for (int g = 0; g < kBuffers && others > 0; ++g) {
                     fetch(part.slot_of(group + step - 1), g, true);
                 }
             }

@@ -96,8 +96,9 @@ struct LatentProducer {
             page = __ldg(table + token / args.page_size);
         }
         if (stage == 1 && is_first && part.first_token + C::kTile < part.end_token) {
-            // The even tile, whose scores are first, comes before the odd one is asked for.
-            mbarrier_wait(shared.full(0, 0), 0);
+            // The even tile, whose scores are first, comes before the odd one is asked for. Of the
+            // half that is released after the odd tile's scores: its phase cannot be missed.
+            mbarrier_wait(shared.full(0, C::kHalfPanels), 0);
         }
         is_first = false;
 #pragma unroll 1
