@@ -27,6 +27,7 @@ _BOTH = {
 }  # fmt: skip
 _EXPERTS = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
 _MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2)))
+_FROM_SHORTER = ("llama3", "yarn", "longrope")  # rotations that know the length before
 _GEMMA: dict[str, Any] = {
     "norms": _BOTH, "norm_offset": 1.0, "scales_embedding": True,
     "defaults": {
@@ -132,9 +133,10 @@ class ModelConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json. Raises ModelError naming what is not known or missing."""
         outer_eos = config.get("eos_token_id")
-        if "text_config" in config:  # whose outside says what is tied
-            tied = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
-            config = {"model_type": config.get("model_type"), **config["text_config"], **tied}
+        if "text_config" in config:  # whose outside says what is tied; Gemma 3's also in silence
+            outer = {"tie_word_embeddings": True} if config.get("model_type") == "gemma3" else {}
+            outer |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+            config = {"model_type": config.get("model_type"), **config["text_config"], **outer}
         kind = config.get("model_type")
         if kind not in FAMILIES:
             known = listed(nearest(kind, FAMILIES))
@@ -145,7 +147,7 @@ class ModelConfig:
             return _described(cls, config, family, config.get("eos_token_id", outer_eos))
         except KeyError as error:
             raise ModelError(f"config.json of a {kind} model lacks {error}") from None
-        except (ArithmeticError, AttributeError, TypeError) as error:
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
             raise ModelError(f"config.json of a {kind} model is no such one: {error}") from None
 
     @classmethod
@@ -198,7 +200,7 @@ def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: An
     rope = config["rope_parameters"]
     if (rope.get("rope_type") or rope.get("type")) == "yarn":  # often in a file of the short model
         first = rope.get("original_max_position_embeddings") or 0
-        longest = max(longest, int((rope.get("factor") or 1) * first))
+        longest = max(longest, int(float(rope.get("factor") or 1) * first))
     return cls(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -247,12 +249,22 @@ def _layers(config: dict[str, Any], family: dict[str, Any]) -> tuple[LayerKind, 
     ]  # fmt: skip
     # Of an older file its own factor counts, which transformers 4 reckoned from two lengths.
     rope, theta = get("rope_parameters"), {"rope_theta": get("rope_theta") or 1e4}
-    if not rope:
+    if not rope or get("rope_scaling"):  # the older one first, as in transformers
         rope, local = {**theta, **(get("rope_scaling") or {})}, get("rope_local_base_freq")
         if local:
-            rope = {"full_attention": rope, "sliding_attention": {"rope_theta": local}}
+            rope = {
+                "full_attention": {"rope_type": "default", **rope},
+                "sliding_attention": {"rope_theta": local},
+            }
     own_tables = "full_attention" in rope
-    config["rope_parameters"] = rope if own_tables else {**theta, **rope}
+    if not own_tables:  # what stands outside counts too, and of two first lengths that one
+        rope, name = {**theta, **rope}, rope.get("rope_type") or rope.get("type") or "default"
+        part, first = get("partial_rotary_factor"), get("original_max_position_embeddings")
+        if part is not None and name != "default":
+            rope.setdefault("partial_rotary_factor", part)
+        if first is not None and name in _FROM_SHORTER:
+            rope["original_max_position_embeddings"] = first
+    config["rope_parameters"] = rope
     dense, step = get("mlp_only_layers") or (), get("decoder_sparse_step", 1)
     return tuple(
         LayerKind(

@@ -41,7 +41,9 @@ def _check_options(place: torch.device, world: int, given: Mapping[str, Any]) ->
         if given[name] is not None and given[name] < 1:
             raise ModelError(f"{name}: expected at least 1, found {given[name]}")
     if given["dtype"] not in (None, torch.bfloat16, torch.float16):
-        raise ModelError(f"dtype: expected bfloat16 or float16, found {given['dtype']}")
+        raise ModelError(
+            f"dtype: expected torch.bfloat16 or torch.float16, found {given['dtype']!r}"
+        )
     is_other = place.type == "cuda" and torch.cuda.get_device_capability(place) != (9, 0)
     if given["deterministic"] == "batch" and (is_other or world > 1 or given["page_size"] % 8):
         raise ModelError(

@@ -66,7 +66,7 @@ class Runner:
         a pass.
         """
         self.model, self.max_pages = model, max_pages
-        self._limits = max_batch, max_tokens
+        self._limits = max_batch, max_tokens, max_pages
         self.cache = model.new_cache(num_pages + 1, page_size)
         self._graphs: dict[GraphShape, _Graph] = {}
         self._pool: Any = None

@@ -67,8 +67,11 @@ def room(
     return GraphShape(size, 1, _CHUNKS, rows - size) if rows else None
 
 
-def all_of(max_batch: int, max_tokens: int) -> Iterator[GraphShape]:
-    """Those of passes without drafts, the largest first: what they work in serves the others."""
+def all_of(max_batch: int, max_tokens: int, max_pages: int) -> Iterator[GraphShape]:
+    """Those of passes without drafts, the largest first: what they work in serves the others.
+
+    max_pages: of a sequence.
+    """
     for less, size in reversed([*pairwise((-1, *_DECODES))]):
         most = max_tokens + size - less - 1  # rows of such a pass, padding included
         for fewer, rows in reversed([*pairwise((0, *_ROWS))]):
@@ -76,7 +79,7 @@ def all_of(max_batch: int, max_tokens: int) -> Iterator[GraphShape]:
                 yield GraphShape(size, 1, _CHUNKS, rows - size)
     for less, size in reversed([*pairwise((0, *_ALONE))]):
         if less < max_batch:
-            for pages in (0, *_tables(size)):
+            for pages in (0, *_tables(size)) if max_pages > _TABLES[0] else _TABLES[:1]:
                 yield GraphShape(size, 1, pages=pages)
 
 

@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class Tokenizer:
         }
         try:
             template = _TRAINED.sub(lambda at: at[1] + ("endif" if at[2] else "if true"), template)
-            text = world.from_string(template).render(messages=messages, **names, **given)
+            text = world.from_string(template).render({**names, **given, "messages": messages})
         except Exception as error:  # a template's own
             message = f"the model's chat template refuses these messages: {error}"
             raise RequestError(message, argument="messages") from error
@@ -100,8 +101,10 @@ class TextStream:
         self._first = re.compile(f"[{re.escape(first)}]").search if stop else lambda text: None
         # The last tokens, of which the first are there for what joins them to those behind them.
         self._tokens = list(before[-_WINDOW:])
+        # Their text, until more is shown: where it ends in half a character more may complete it.
+        self._given = decode(self._tokens)
         # Of them; characters of their text that were handed on.
-        self._num_old, self._shown = len(self._tokens), len(decode(self._tokens).rstrip(_HALF))
+        self._num_old, self._shown = len(self._tokens), len(self._given)
         self._held, self.is_stopped = "", False
 
     def push(self, token: int) -> str:
@@ -109,11 +112,18 @@ class TextStream:
         self._tokens.append(token)
         fresh = self._decode(self._tokens)
         stable = fresh.rstrip(_HALF) if len(self._tokens) <= _MOST_HELD else fresh
+        if self._given:
+            alike = takewhile(
+                lambda both: both[0] == both[1], zip(self._given, fresh, strict=False)
+            )
+            self._shown = len([*alike])
         found = stable[self._shown :]
+        self._given = "" if found else self._given
         self._shown = max(self._shown, len(stable))
         if stable == fresh and len(self._tokens) - self._num_old >= _WINDOW:
             del self._tokens[: self._num_old]
             self._num_old, self._shown = len(self._tokens), len(self._decode(self._tokens))
+            self._given = ""
         return self._checked(found)
 
     def flush(self) -> str:

@@ -131,12 +131,15 @@ def check_world(c: ModelConfig, world: int) -> None:
     sizes = {
         "hidden_size": (c.hidden_size, 8, 1), "head_dim": (c.head_dim, 8, 1),
         "num_attention_heads": (c.num_heads, 1, world), "vocab_size": (c.vocab_size, 1, world),
+        "num_key_value_heads": (c.num_kv_heads, 1, 1),
+        "max_position_embeddings": (c.max_position, 1, 1),
         **{name: (getattr(c, name), 8, world) for name in inner},
     }  # fmt: skip
     for name, (size, unit, parts) in sizes.items():
         if not isinstance(size, int) or size < 1 or size % (unit * parts):
             who = f"{parts} processes" if parts > 1 else "kernels"
-            raise ModelError(f"{who} do not divide {name} {size} evenly in multiples of {unit}")
+            units = f" in multiples of {unit}" if unit > 1 else ""
+            raise ModelError(f"{who} do not divide {name} {size} evenly{units}")
     kv = c.num_kv_heads
     if c.num_heads % kv or not 16 <= c.head_dim <= 256:
         raise ModelError(f"no kernel takes {c.num_heads} heads of {c.head_dim} on {kv} KV heads")

@@ -170,6 +170,23 @@ def test_an_embedding_is_tied_as_the_outside_of_a_model_says(tmp_path: Path) -> 
     inside = {"model_type": "gemma3", "text_config": text}
     assert ModelConfig.from_dict(inside).is_tied
     assert not ModelConfig.from_dict(inside | {"tie_word_embeddings": False}).is_tied
+    other = {"model_type": "llava", "text_config": config_of("llama")}  # silence is no tie there
+    assert not ModelConfig.from_dict(other).is_tied
+    assert ModelConfig.from_dict(other | {"tie_word_embeddings": True}).is_tied
+
+
+def test_what_belongs_to_a_rotation_may_stand_outside_of_it() -> None:
+    """Phi 3's spelling of its first length, which goes before the one inside; a rotated part."""
+    whole = config_of("llama") | {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+    for kind in ("longrope", "yarn", "llama3"):
+        inside = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
+        found = ModelConfig.from_dict(whole | {"rope_scaling": inside}).raw.rope_parameters
+        assert found["original_max_position_embeddings"] == 64
+    partial = {"partial_rotary_factor": 0.5}
+    for kind, part in (("linear", 0.5), ("default", None)):  # as transformers reads it
+        rope = {"rope_scaling": {"type": kind, "factor": 2.0}}
+        found = ModelConfig.from_dict(config_of("llama") | partial | rope).raw.rope_parameters
+        assert found.get("partial_rotary_factor") == part
 
 
 def test_yarn_makes_a_model_as_long_as_its_factor_says() -> None:
@@ -186,7 +203,9 @@ ODD_SIZES = [
     ("qwen3", {"head_dim": 264}), ("qwen3", {"intermediate_size": 90}),
     ("qwen3", {"num_key_value_heads": 3}), ("qwen3", {"hidden_size": -8}),
     ("qwen3", {"num_attention_heads": 0}), ("qwen3", {"vocab_size": "many"}),
-    ("qwen3", {"rms_norm_eps": None}), ("qwen3_moe", {"moe_intermediate_size": 20}),
+    ("qwen3", {"num_key_value_heads": "2"}), ("qwen3", {"num_key_value_heads": -2}),
+    ("qwen3", {"max_position_embeddings": None}), ("qwen3", {"rms_norm_eps": None}),
+    ("qwen3_moe", {"moe_intermediate_size": 20}),
 ]  # fmt: skip
 
 

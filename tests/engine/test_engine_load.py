@@ -59,16 +59,21 @@ def test_passes_beside_decodes_fill_graphs(seed: int) -> None:
     assert max(prompt for _, prompt in beside) < 2048 and min(passes)[0] == 0
 
 
+@pytest.mark.parametrize("max_pages", [32, 100, 1000])
 @pytest.mark.parametrize("max_batch, max_tokens", [(1, 100), (5, 7), (9, 100), (64, 300)])
-def test_all_shapes_are_those_that_passes_ask_for(max_batch: int, max_tokens: int) -> None:
+def test_all_shapes_are_those_that_passes_ask_for(
+    max_batch: int, max_tokens: int, max_pages: int
+) -> None:
     wanted = {
-        shapes.room(decodes, 1, bool(prompt), prompt, pages)
+        shapes.room(decodes, 1, bool(prompt), prompt, pages, is_even)
         for pages in (1, 32, 33, 128, 129)
+        for is_even in (True, False)
+        if pages <= max_pages
         for decodes in range(max_batch + 1)
         for prompt in range(max(0, max_tokens - decodes) + 1)
         if decodes or prompt
     }
-    found = [*shapes.all_of(max_batch, max_tokens)]
+    found = [*shapes.all_of(max_batch, max_tokens, max_pages)]
     assert set(found) == wanted - {None} and len(found) == len(set(found))
 
 

@@ -102,3 +102,9 @@ def test_a_text_goes_on_from_what_stands_before_it() -> None:
     # Half a character at the end of a prompt is shown with its other half.
     stream = TextStream(Bytes().decode, (), tuple("ä€".encode()[:-1]))
     assert stream.push("€".encode()[-1]) == "€"
+    # Where it is the prompt's own character, or another follows, nothing of it is.
+    for before in ("ab\ufffd".encode(), "ä€".encode()[:-1]):
+        stream = TextStream(Bytes().decode, ("\ufffd",), tuple(before))
+        assert [stream.push(token) for token in b"cd"] == ["c", "d"] and not stream.is_stopped
+    stream = TextStream(Bytes().decode, (), "€".encode()[:1])
+    assert [stream.push(token) for token in "€".encode()[1:] + b"x"] == ["", "€", "x"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def names(text: str) -> list[str]:
         if not re.match(r"\||\[[^]]*\]\(README", line)  # tables, and the link to the other
     )
     return sorted(re.findall(r"`[^`\n]+`|\]\([^)]+\)", rest))
+
+
+def test_each_kernel_has_the_architectures_of_the_manifest() -> None:
+    shipped = json.loads((ROOT / "cubins/manifest.json").read_text("utf-8"))["cubins"]
+    lines = (ROOT / READMES[0]).read_text("utf-8").splitlines()
+    told = [x.strip("| ").split(" | ") for x in lines if re.search(r"\| (sm\d+ ?)+\|$", x)]
+    assert len(told) > 30
+    for first, *_, archs in told:
+        found = {arch for stem in re.findall(r"`(\w+)`", first) for arch in shipped[stem]}
+        assert archs.split() == sorted(found), first
 
 
 @pytest.mark.parametrize("part", [headings, code, rows, names], ids=lambda part: part.__name__)

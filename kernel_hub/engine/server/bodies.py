@@ -115,7 +115,8 @@ class Message(Body):
         text = "".join(part.text for part in self.content or ())
         found = self.model_dump(exclude_none=True) | {"content": text}
         for call in found.get("tool_calls", ()):
-            with suppress(KeyError, TypeError, ValueError):  # of a shape of their own: as they are
+            # Of a shape of their own: as they are.
+            with suppress(KeyError, TypeError, ValueError, RecursionError):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return found
 

@@ -88,7 +88,10 @@ class RotaryPosEmb(torch.nn.Module):  # type: ignore[misc]
     def forward(self: Any, q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         """q, k: (batch_size, heads, seqlen, head_dim), or with unsqueeze_dim 2 (batch_size, seqlen,
         heads, head_dim); cos, sin: (batch_size or 1, seqlen, head_dim), both halves alike, or
-        (batch_size or 1, seqlen, head_dim // 2), one of them (gpt-oss)."""
+        (batch_size or 1, seqlen, head_dim // 2), one of them, for the halves of a head (gpt-oss).
+
+        Halves cannot be told from tables of neighbours that turn together (openai_privacy_filter),
+        nor from those of a part of the head: leave such models out."""
         rotary_dim = q.shape[-1]
         if unsqueeze_dim == 2:
             return rope(q, k, cos, sin, rotary_dim=rotary_dim)

@@ -74,12 +74,13 @@ def test_what_was_answered_can_be_sent_back(client: Any) -> None:
 
 
 def test_calls_that_are_sent_back_have_objects_for_arguments() -> None:
-    """Templates go through them; what is no JSON stays text."""
+    """Templates go through them; what is no JSON, or too deep, stays text."""
+    deep = 100_000 * "["
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": said}}
-             for said in ('{"a": [1]}', "{")]  # fmt: skip
+             for said in ('{"a": [1]}', "{", deep)]  # fmt: skip
     plain = Message(role="assistant", tool_calls=[*calls, {"odd": 1}]).plain()
     found = [call.get("function", {}).get("arguments") for call in plain["tool_calls"]]
-    assert found == [{"a": [1]}, "{", None]
+    assert found == [{"a": [1]}, "{", deep, None]
 
 
 @pytest.mark.parametrize("with_usage", [False, True])
