@@ -126,7 +126,7 @@ def _rows_a_token(q: Any, cos: Any, sin: Any, positions: Any, rotary_dim: Any) -
     batch, seqlen = q.shape[:-3].numel(), q.shape[-3]
     for argument, table in (("cos", cos), ("sin", sin)):
         common.check_tensor(_OP, argument, table)
-        rows, tokens, columns = table.shape
+        rows, tokens, columns = table.shape if table.dim() == 3 else (0, 0, 0)
         is_whole = columns == rotary_dim or 2 * columns == rotary_dim
         if not is_whole or tokens != seqlen or (rows != 1 and rows != batch):
             expected = (
