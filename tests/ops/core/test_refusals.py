@@ -52,8 +52,14 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: rope(Q, K[..., :4], COS, SIN), ["k", "shape (2, 5, 2, 8)", "shape (2, 5, 2, 4)"]),
     (lambda: rope(Q, K.half(), COS, SIN), ["k", "dtype float32", "float16"]),
     (lambda: rope(Q, K, COS[0], SIN), ["cos", "(max_position, rotary_dim // 2)", "shape (4,)"]),
-    (lambda: rope(Q, K, COS[None], SIN[None]), ["cos", "(2 or 1, 5, rotary_dim or half of it)", "(1, 6, 4)"]),
-    (lambda: rope(Q, K, ROWS, COS), ["sin", "(2 or 1, 5, rotary_dim or half of it)", "shape (6, 4)"]),
+    (
+        lambda: rope(Q, K, COS[None], SIN[None]),
+        ["cos", "(2 or 1, 5, rotary_dim or half of it)", "(1, 6, 4)"],
+    ),
+    (
+        lambda: rope(Q, K, ROWS, COS),
+        ["sin", "(2 or 1, 5, rotary_dim or half of it)", "shape (6, 4)"],
+    ),
     (lambda: rope(Q, K, ROWS, ROWS[:1]), ["sin", "shape and strides of cos", "(1, 5, 8)"]),
     (lambda: rope(Q, K, ROWS, ROWS, torch.arange(5)), ["positions", "None where cos has a row"]),
     (lambda: rope(Q, K, FAR, FAR), ["cos", "evenly spaced rows", "strides (48, 8, 1)"]),
