@@ -134,9 +134,10 @@ class ModelConfig:
         """Read a config.json. Raises ModelError naming what is not known or missing."""
         outer_eos = config.get("eos_token_id")
         if "text_config" in config:  # whose outside says what is tied; Gemma 3's also in silence
-            outer = {"tie_word_embeddings": True} if config.get("model_type") == "gemma3" else {}
-            outer |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-            config = {"model_type": config.get("model_type"), **config["text_config"], **outer}
+            outer = config
+            config = {"model_type": outer.get("model_type"), **outer["text_config"]}
+            if outer.get("model_type") == "gemma3" or "tie_word_embeddings" in outer:
+                config["tie_word_embeddings"] = outer.get("tie_word_embeddings", True)
         kind = config.get("model_type")
         if kind not in FAMILIES:
             known = listed(nearest(kind, FAMILIES))

@@ -39,6 +39,17 @@ struct LatentArgs {
         block_table_stride, batch_size, seqlen_q, num_heads, num_pages, page_size, max_tokens, \
         num_splits, parallel, num_workers, softmax_scale
 
+// What a sequence of a length has to do, in units of kUnit tokens.
+template <int kUnit, typename T>
+__device__ __forceinline__ Extent latent_extent(const LatentArgs<T>& args, int length) {
+    Extent extent = {};
+    extent.length = min(max(length, 0), kMostTokens);
+    extent.is_outside = extent.length > args.max_tokens;
+    extent.num_tokens = min(extent.length, args.max_tokens);
+    extent.num_units = max((extent.num_tokens + kUnit - 1) / kUnit, 1);
+    return extent;
+}
+
 // A block of rows (token num_heads + head) of a sequence over a run of its tokens.
 struct LatentPart {
     int batch_idx;  // -1: there is nothing to do

@@ -135,12 +135,7 @@ class LatentLine {
         return extent_from(__shfl_sync(~0u, length, owner));
     }
     __device__ __forceinline__ Extent extent_from(int length) const {
-        Extent extent = {};
-        extent.length = min(max(length, 0), kMostTokens);
-        extent.is_outside = extent.length > args_.max_tokens;
-        extent.num_tokens = min(extent.length, args_.max_tokens);
-        extent.num_units = max((extent.num_tokens + kUnit - 1) / kUnit, 1);
-        return extent;
+        return latent_extent<kUnit>(args_, length);
     }
     __device__ __forceinline__ int besides() const { return even_units_ > 0 ? 0 : kPartUnits; }
     __device__ __forceinline__ int stride_of(const Extent& extent) const {

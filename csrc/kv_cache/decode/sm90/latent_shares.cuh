@@ -103,12 +103,7 @@ class LatentShares {
         return *static_cast<const volatile int*>(args_.cache_seqlens + batch_idx);
     }
     __device__ __forceinline__ Extent extent_of(int length) const {
-        Extent extent = {};
-        extent.length = min(max(length, 0), kMostTokens);
-        extent.is_outside = extent.length > args_.max_tokens;
-        extent.num_tokens = min(extent.length, args_.max_tokens);
-        extent.num_units = max((extent.num_tokens + kSplitUnit - 1) / kSplitUnit, 1);
-        return extent;
+        return latent_extent<kSplitUnit>(args_, length);
     }
 
     const LatentArgs<T>& args_;
