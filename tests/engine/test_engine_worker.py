@@ -66,11 +66,10 @@ def test_who_leaves_and_what_is_refused() -> None:
         worker.leave(leaves)
         with pytest.raises(RequestError, match="prompt"):
             await answered(worker, Request("empty", ()))
+        waits = asyncio.ensure_future(answered(worker, Request("waits", (1,), long)))
+        await asyncio.sleep(0)  # it has asked, and is not answered before this loop goes on
+        worker.fail_all(EngineError("told to"))
         with pytest.raises(EngineError, match="told to"):
-            waits = asyncio.ensure_future(answered(worker, Request("waits", (1,), long)))
-            while not worker.waiting:
-                await asyncio.sleep(0.001)
-            worker.fail_all(EngineError("told to"))
             await waits
         assert (await answered(worker, Request("stays", (1, 2), PARAMS)))[0].tokens
 
