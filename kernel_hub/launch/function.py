@@ -274,8 +274,7 @@ class KernelFunction(partial, Documented):  # type: ignore[type-arg]
         if getter is None or is_blocking() or not native_available():
             return None
         native = self._native or Launcher(self._launch)
-        names = generated.torch_names(state.params)
-        dtypes = [names.get(f"dtype{param.position}") for param in state.params]
+        dtypes = generated.torch_dtypes(state.params)
         return native if native.arm(state, dtypes, interop.loaded_torch(), getter, fixed) else None
 
     def _put_in_front(self, native: Launcher) -> bool:
