@@ -48,7 +48,8 @@ def begin(library: str) -> None:
     said: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "current_device": 0, "device_count": 1,
         "current_stream": stream, "is_current_stream_capturing": False, "synchronize": None,
-        "get_device_properties": properties, "get_device_capability": (9, 0),
+        "get_device_properties": properties, "_get_device_properties": properties,
+        "get_device_capability": (9, 0),
     }  # fmt: skip
     for name, value in said.items():
         setattr(torch.cuda, name, lambda *_, value=value: value)
