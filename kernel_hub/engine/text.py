@@ -10,9 +10,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import ModelError, RequestError
 from .config import package, read_json
 
+_FILE = "tokenizer.json"
+# Of other tokenizers: sentencepiece's, mistral-common's, slow ones of transformers, tiktoken's.
+_OTHERS = ("tokenizer.model*", "tekken.json", "vocab.json", "spiece.model", "*.tiktoken")
 # A template's tag around what a model is trained on: all of it is rendered.
 _TRAINED = re.compile(r"(?<=\{%)([-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
 _HALF = "\ufffd"  # what a character's bytes decode to before all are there
@@ -35,19 +38,45 @@ class Bytes:
         raise RequestError("the model has no chat template: ask for a completion", argument="model")
 
 
+class Unread(Bytes):
+    """Of a folder whose tokenizer is none that the engine reads: token ids alone are taken."""
+
+    def __init__(self, path: Path) -> None:
+        self._said = (
+            f"{path.parent} has {path.name} but no tokenizer.json, which the engine reads: "
+            "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one"
+        )
+
+    def encode(self, text: str, is_special: bool = True) -> list[int]:
+        raise RequestError(self._said, argument="prompt")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
+        raise RequestError(self._said, argument="messages")
+
+
 class Tokenizer:
     """tokenizer.json and the chat template of a model's folder."""
 
     def __init__(self, folder: Path) -> None:
-        fast = package("tokenizers", "models' tokenizers are run").Tokenizer
-        self.fast = fast.from_file(str(folder / "tokenizer.json"))
+        """Raises ModelError naming a file that is no such one."""
+        fast, path = package("tokenizers", "models' tokenizers are run").Tokenizer, folder / _FILE
+        try:
+            self.fast = fast.from_file(str(path))
+        except Exception as error:  # the package's own class is `Exception`
+            raise ModelError(f"{path}: no tokenizer: {error}") from error
+        # A prompt is whole and alone, whatever texts were when the file was written.
+        self.fast.no_truncation()
+        self.fast.no_padding()
         path = folder / "tokenizer_config.json"
         self._config = read_json(path) if path.is_file() else {}
         # Text, or several by name; and files of theirs, as transformers writes them.
         given = self._config.get("chat_template")
         if not isinstance(given, list):
             given = [{"name": "default", "template": given}]
-        self._templates = {each["name"]: each["template"] for each in given}
+        try:
+            self._templates = {each["name"]: each["template"] for each in given}
+        except (KeyError, TypeError) as error:
+            raise ModelError(f"{path}: chat_template: no templates by name: {error!r}") from None
         for file in (*folder.glob("chat_template.jinja"), *folder.glob("additional*/*.jinja")):
             name = file.stem.replace("chat_template", "default")
             self._templates[name] = file.read_text(encoding="utf-8")
@@ -88,6 +117,14 @@ class Tokenizer:
             message = f"the model's chat template refuses these messages: {error}"
             raise RequestError(message, argument="messages") from error
         return self.encode(text, is_special=False)
+
+
+def text_of(folder: Path) -> Bytes | Tokenizer:
+    """What reads and writes the texts of a model's folder; bytes where it has no tokenizer."""
+    if (folder / _FILE).is_file():
+        return Tokenizer(folder)
+    others = (path for name in _OTHERS for path in folder.glob(name))
+    return Unread(path) if (path := next(others, None)) else Bytes()
 
 
 class TextStream:
