@@ -83,7 +83,7 @@ class Engine:
             c = config or ModelConfig.from_folder(folder or Path())
             check_world(c, self.group.world)
             if folder is not None:
-                self.text = text_of(folder)
+                self.text = text_of(folder, c.vocab_size)
             source: Any = Random(c, place, seed)
             if folder is not None and not random_weights:
                 source = Safetensors(folder, expected(c))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tracemalloc
 from pathlib import Path
@@ -134,6 +135,25 @@ def test_text_of_another_tokenizer_is_refused_not_taken_for_bytes(
             ask("a")
     words_of(5).save(str(tmp_path / "tokenizer.json"))
     assert text_of(tmp_path).encode("w1") == [2]
+
+
+def test_tokens_are_added_as_far_as_the_model_has_rows(tmp_path: Path) -> None:
+    """A pad that a file names and no tokenizer has is common; one more than rows ends grammars."""
+    words_of(5).save(str(tmp_path / "tokenizer.json"))
+    told = {"chat_template": "{{ pad_token }} w1", "pad_token": "[PAD]", "bos_token": "w0"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    messages = [{"role": "user", "content": ""}]
+    for rows, size in ((5, 6), (6, 6), (7, 7), (None, 7)):
+        own = text_of(tmp_path, rows)
+        assert own.fast.get_vocab_size() == size
+        assert own.chat(messages) == ([6, 2] if size == 7 else own.encode("[PAD] w1"))
+        assert own.decode([1, 2]) == "w1", "what has a name is special"
+    older = {"bos_token": "w2", "eos_token": {"content": "w3", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    told = {"chat_template": "{{ bos_token }} {{ eos_token }}", "bos_token": "w0"}
+    for more, wanted in (({}, [3, 4]), ({"added_tokens_decoder": {}}, [1])):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | more))
+        assert text_of(tmp_path, 6).chat(messages) == wanted
 
 
 def words_of(count: int) -> Any:
