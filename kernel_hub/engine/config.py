@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768, "norm_topk_prob": False,
     }},
     "olmo2": {"norms": _AFTER, "qk_norm": "whole", "defaults": {"rms_norm_eps": 1e-5}},
-    "gemma2": {**_GEMMA, "full_every": 2, "defaults": {
+    "gemma2": {**_GEMMA, "full_every": 2, "caps_attention": True, "defaults": {
         **_GEMMA["defaults"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     }},
     "gemma3_text": _GEMMA3,
@@ -232,7 +232,8 @@ def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: An
         mlp_bias=bool(get("mlp_bias", False)),
         activation=kinds[activation],
         softmax_scale=scale**-0.5,
-        attn_softcap=float(get("attn_logit_softcapping") or 0.0),
+        # Gemma 3's own code looks past what its files may say of it.
+        attn_softcap=float(get("attn_logit_softcapping") or 0.0) * family.get("caps_attention", 0),
         final_softcap=float(get("final_logit_softcapping") or 0.0),
         embed_scale=math.sqrt(config["hidden_size"]) if family.get("scales_embedding") else 1.0,
         is_tied=bool(get("tie_word_embeddings", False)),

@@ -268,6 +268,15 @@ def test_what_belongs_to_a_rotation_may_stand_outside_of_it() -> None:
         assert found.get("partial_rotary_factor") == part
 
 
+def test_attention_is_capped_where_the_family_does() -> None:
+    """As transformers' classes: of these Gemma 2's alone, its logits and Gemma 3's too."""
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
+    found = {f: ModelConfig.from_dict(config_of(f) | caps) for f in ("gemma2", "gemma3_text")}
+    assert [c.attn_softcap for c in found.values()] == [5.0, 0.0]
+    assert [c.final_softcap for c in found.values()] == [7.0, 7.0]
+    assert ModelConfig.from_dict(config_of("gemma2")).attn_softcap == 50.0
+
+
 def test_yarn_makes_a_model_as_long_as_its_factor_says() -> None:
     """Also where the file is that of the model before, as Qwen's own words have it."""
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
