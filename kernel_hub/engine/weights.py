@@ -18,7 +18,8 @@ from .parallel import Group
 
 Shape = tuple[int, ...]
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_UNREAD = ("vision_tower.", "multi_modal_projector.")  # of models that see, beside the text's
+# Of models that see or hear, beside the text's.
+_UNREAD = ("vision_tower.", "audio_tower.", "multi_modal_projector.", "image_newline")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PLAIN = ("BF16", "F16", "F32", "F64")  # others are numbers of something quantised
 

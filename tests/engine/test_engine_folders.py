@@ -114,7 +114,8 @@ def test_a_text_model_inside_of_one_that_sees(tmp_path: Path) -> None:
     (path,) = write(tmp_path, text)
     tensors = safetensors.load_file(path)
     inside = {name.replace("model.", "model.language_model."): t for name, t in tensors.items()}
-    inside["model.vision_tower.patches.weight"] = torch.zeros(3, 3)
+    for name in ("vision_tower.patches.weight", "audio_tower.conv1.bias", "image_newline"):
+        inside[f"model.{name}"] = torch.zeros(3, 3)
     safetensors.save_file(inside, path)
     outer = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 95]}
     (tmp_path / "config.json").write_text(json.dumps(outer))
