@@ -21,7 +21,7 @@ from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.kv_cache import mla_plan
 
 MLA = importlib.import_module("kernel_hub.ops.kv_cache.mla_decode")
-LOTS, LOTS_ON_A_GPU = 24, 60
+LOTS, LOTS_ON_A_GPU = 24, 20
 _MOST_TILES = 24  # of all items, of 64 tokens, in the emulator
 
 
@@ -29,8 +29,9 @@ def drawn(lot: random.Random, way: Way, num_sms: int) -> LatentStep:
     """A long sequence among short ones; or all alike."""
     heads = lot.choice((3, 16, 20, 32, 33, 64, 70, 128))
     short = (0, 1, 63, 64, 65, 129, 200, -1)
-    lengths = [lot.choice(short) for _ in range(lot.choice((0, 1, 3, 9, 35)))]
-    tiles = num_sms * lot.choice((1, 2, 3))
+    more = lot.choice((0, 1, 3, 9) if way.is_gpu else (0, 1, 3, 9, 35))
+    lengths = [lot.choice(short) for _ in range(more)]
+    tiles = num_sms * lot.choice((1, 2) if way.is_gpu else (1, 2, 3))
     if not way.is_gpu:
         tiles = min(_MOST_TILES // (1 if heads <= 64 else 2), tiles)
     if lot.random() < 0.3:
