@@ -184,6 +184,10 @@ def test_a_head_of_its_own_counts_whatever_the_configuration_says(tmp_path: Path
             is_one = weights.head.data_ptr() == weights.embedding.data_ptr()
             assert is_one == (is_tied and own is not head)
         assert found[0] == found[1]
+    wide = tensors["model.embed_tokens.weight"].float()  # the same numbers, whatever holds them
+    safetensors.save_file({**tensors, "lm_head.weight": wide}, path)
+    weights = Engine.from_pretrained(tmp_path, device="cpu").runner.model.weights
+    assert weights.head.data_ptr() == weights.embedding.data_ptr()
     safetensors.save_file({**tensors, "lm_head.weight": head[:50].clone()}, path)
     with pytest.raises(ModelError, match=r"lm_head\.weight: expected shape \(96, 64\)"):
         Engine.from_pretrained(tmp_path, device="cpu")
@@ -199,6 +203,10 @@ def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
         safetensors.save_file({**tensors, name: tensors[name].to(dtype)}, path)
         with pytest.raises(ModelError, match=f"{name}: .* found {said}"):
             Engine.from_pretrained(tmp_path, device="cpu")
+    safetensors.save_file(tensors, path)
+    for nothing in (None, {}):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": nothing}))
+        assert Engine.from_pretrained(tmp_path, device="cpu")
     for quantised, said in (({"quant_method": "awq"}, "'awq'"), ({"bits": 4}, "quantization")):
         (tmp_path / "config.json").write_text(
             json.dumps(config | {"quantization_config": quantised})
@@ -253,6 +261,16 @@ def test_an_embedding_is_tied_as_the_outside_of_a_model_says(tmp_path: Path) -> 
     other = {"model_type": "llava", "text_config": config_of("llama")}  # silence is no tie there
     assert not ModelConfig.from_dict(other).is_tied
     assert ModelConfig.from_dict(other | {"tie_word_embeddings": True}).is_tied
+
+
+def test_sizes_that_a_text_config_leaves_out_are_those_of_its_class() -> None:
+    """As LLaVA 1.5's and 1.6's (of Mistral) and Qwen2-Audio's do."""
+    sizes = {"llama": (4096, 11008, 32, 32), "mistral": (4096, 14336, 32, 8)}
+    for kind, wanted in {**sizes, "qwen2": (4096, 22016, 32, 32)}.items():
+        text = {"model_type": kind, "vocab_size": 32064, "max_position_embeddings": 4096}
+        found = ModelConfig.from_dict({"model_type": "llava", "text_config": text})
+        own = (found.hidden_size, found.intermediate_size, found.num_heads, found.num_kv_heads)
+        assert own == wanted and (found.vocab_size, len(found.layers)) == (32064, 32)
 
 
 def test_what_belongs_to_a_rotation_may_stand_outside_of_it() -> None:
