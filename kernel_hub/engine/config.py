@@ -29,22 +29,12 @@ _EXPERTS = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "
 _MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2)))
 _KINDS = {"full_attention", "sliding_attention"}  # of layers
 _FROM_SHORTER = ("llama3", "yarn", "longrope")  # rotations that know the length before
-# Sizes of transformers' classes, which files of models that see leave out of their text_config.
-_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-_LLAMA = {
-    **_SIZES, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048,
-}  # fmt: skip
-_MISTRAL = {
-    **_LLAMA, "intermediate_size": 14336, "max_position_embeddings": 131072,
-    "num_key_value_heads": 8,
-}  # fmt: skip
 _GEMMA: dict[str, Any] = {
     "norms": _BOTH, "norm_offset": 1.0, "scales_embedding": True,
     "defaults": {
         "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
         "query_pre_attn_scalar": 256, "sliding_window": 4096, "num_attention_heads": 8,
         "num_key_value_heads": 4, "max_position_embeddings": 8192, "vocab_size": 256000,
-        "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     },
 }  # fmt: skip
 _GEMMA3: dict[str, Any] = {
@@ -54,33 +44,44 @@ _GEMMA3: dict[str, Any] = {
     },
 }  # fmt: skip
 _QWEN = {
-    **_SIZES, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
     "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096,
     "max_window_layers": 28,
 }  # fmt: skip
 # model_type -> what differs from Llama. full_every: of that many layers the last has no window.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"defaults": _LLAMA},
-    "mistral": {"full_every": 0, "defaults": {**_MISTRAL, "sliding_window": 4096}},
+    "llama": {},
+    "mistral": {"full_every": 0, "defaults": {"num_key_value_heads": 8, "sliding_window": 4096}},
     "mixtral": {"full_every": 0, "moe_names": _MIXTRAL, "defaults": {
-        **_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     }},
     "qwen2": {"qkv_bias": True, "defaults": _QWEN},
     "qwen3": {"qk_norm": "head", "defaults": {**_QWEN, "head_dim": 128}},
     "qwen3_moe": {"qk_norm": "head", "moe_names": _EXPERTS, "defaults": {
-        **_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": False,
     }},
-    "olmo2": {"norms": _AFTER, "qk_norm": "whole", "defaults": {
-        **_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5,
-    }},
+    "olmo2": {"norms": _AFTER, "qk_norm": "whole", "defaults": {"rms_norm_eps": 1e-5}},
     "gemma2": {**_GEMMA, "full_every": 2, "caps_attention": True, "defaults": {
         **_GEMMA["defaults"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     }},
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
+}  # fmt: skip
+# Sizes of transformers' classes, which models that see leave out of their text_config.
+_BIG = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWENS = {
+    **_BIG, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
+}  # fmt: skip
+_GEMMAS = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+_INSIDE: dict[str, dict[str, Any]] = {
+    "llama": {
+        **_BIG, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        **_BIG, "intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072,
+    },
+    "qwen2": _QWENS, "qwen3": _QWENS, "gemma3": _GEMMAS, "gemma3_text": _GEMMAS,
 }  # fmt: skip
 
 NAMED: dict[str, dict[str, Any]] = {
@@ -151,6 +152,7 @@ class ModelConfig:
         if "text_config" in config:  # whose outside says what is tied; Gemma 3's also in silence
             outer = config
             config = {"model_type": outer.get("model_type"), **outer["text_config"]}
+            config = {**_INSIDE.get(config["model_type"], {}), **config}
             if outer.get("model_type") == "gemma3" or "tie_word_embeddings" in outer:
                 config["tie_word_embeddings"] = outer.get("tie_word_embeddings", True)
         kind = config.get("model_type")

@@ -95,10 +95,8 @@ class Tokenizer:
         for them: there they are text."""
         added: Any = package("tokenizers", "models' tokenizers are run").AddedToken
         own, known = {**self._config, **older}, self.fast.get_added_tokens_decoder()
-        lists = ("extra_special_tokens", "additional_special_tokens")
-        extra: Any = next(
-            (x for file in (self._config, older) for key in lists if (x := file.get(key))), []
-        )
+        keys = ("extra_special_tokens", "additional_special_tokens")  # a list, or more names
+        extra = [x for file in (self._config, older) for key in keys if (x := file.get(key))]
         told, texts = known, {token.content for token in known.values()}
         if "added_tokens_decoder" in own:
             told = {int(i): added(**x) for i, x in (own["added_tokens_decoder"] or {}).items()}
@@ -107,21 +105,22 @@ class Tokenizer:
 
         def text_of(value: Any) -> str:
             """Of a special token, which is added where it is none yet."""
-            given = value if isinstance(value, dict) else {"content": value}
-            given = {key: x for key, x in given.items() if key != "__type"}
-            token = added(**{"special": True, **given})
+            given = {"special": True, **(value if isinstance(value, dict) else {"content": value})}
+            given.pop("__type", None)
+            token = added(**given)
             if token.content not in texts:
                 more[token.content] = token
             return token.content
 
         named = {key: x for key, x in own.items() if key.endswith("_token")}
-        named |= extra if isinstance(extra, dict) else {}
+        for each in extra:
+            named |= each if isinstance(each, dict) else {}
         names = {
             key: text_of(named[key])
             for key in sorted(named, key=lambda key: (*_SPECIAL, key).index(key))
             if isinstance(named[key], (str, dict))  # not add_bos_token, say
         }
-        for value in extra if isinstance(extra, list) else ():
+        for value in next((each for each in extra if isinstance(each, list)), ()):
             text_of(value)
         for text in more.keys() & {*names.values()}:
             more[text].special = True

@@ -263,16 +263,6 @@ def test_an_embedding_is_tied_as_the_outside_of_a_model_says(tmp_path: Path) -> 
     assert ModelConfig.from_dict(other | {"tie_word_embeddings": True}).is_tied
 
 
-def test_sizes_that_a_text_config_leaves_out_are_those_of_its_class() -> None:
-    """As LLaVA 1.5's and 1.6's (of Mistral) and Qwen2-Audio's do."""
-    sizes = {"llama": (4096, 11008, 32, 32), "mistral": (4096, 14336, 32, 8)}
-    for kind, wanted in {**sizes, "qwen2": (4096, 22016, 32, 32)}.items():
-        text = {"model_type": kind, "vocab_size": 32064, "max_position_embeddings": 4096}
-        found = ModelConfig.from_dict({"model_type": "llava", "text_config": text})
-        own = (found.hidden_size, found.intermediate_size, found.num_heads, found.num_kv_heads)
-        assert own == wanted and (found.vocab_size, len(found.layers)) == (32064, 32)
-
-
 def test_what_belongs_to_a_rotation_may_stand_outside_of_it() -> None:
     """Phi 3's spelling of its first length, which goes before the one inside; a rotated part."""
     whole = config_of("llama") | {"rope_theta": 1e4, "original_max_position_embeddings": 64}
