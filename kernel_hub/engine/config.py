@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,8 +200,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def how_to_get(folder: str | Path) -> str:
     """What to add to an error where a name is rather one of the hub's than a folder's."""
-    is_name = len(Path(folder).parts) == 2 and not Path(folder).exists()
-    return f"; hf download {folder} --local-dir {Path(folder).name} brings one" * is_name
+    is_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder)) and not Path(folder).exists()
+    return f"; hf download {folder} --local-dir {Path(folder).name} brings one" * bool(is_name)
 
 
 def package(name: str, what: str) -> Any:

@@ -251,6 +251,9 @@ def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
         Engine.from_pretrained(tmp_path / "model.gguf", device="cpu")
     with pytest.raises(ModelError, match="hf download org/name --local-dir name"):
         Engine.from_pretrained("org/name", device="cpu")
+    for path in ("/no_such", "../no_such", "~/no_such", "no_such"):  # no names of the hub's
+        with pytest.raises(ModelError, match=r"config\.json$"):
+            Engine.from_pretrained(path, device="cpu")
 
 
 def test_an_embedding_is_tied_as_the_outside_of_a_model_says(tmp_path: Path) -> None:
