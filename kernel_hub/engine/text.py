@@ -103,8 +103,8 @@ class Tokenizer:
         more = {told[i].content: told[i] for i in sorted(told)}
         texts |= more.keys()
 
-        def text_of(value: Any) -> str:
-            """Of a special token, which is added where it is none yet."""
+        def taken(value: Any) -> str:
+            """The text of a special token, which is added where it is none yet."""
             given = {"special": True, **(value if isinstance(value, dict) else {"content": value})}
             given.pop("__type", None)
             token = added(**given)
@@ -116,12 +116,12 @@ class Tokenizer:
         for each in extra:
             named |= each if isinstance(each, dict) else {}
         names = {
-            key: text_of(named[key])
+            key: taken(named[key])
             for key in sorted(named, key=lambda key: (*_SPECIAL, key).index(key))
             if isinstance(named[key], (str, dict))  # not add_bos_token, say
         }
         for value in next((each for each in extra if isinstance(each, list)), ()):
-            text_of(value)
+            taken(value)
         for text in more.keys() & {*names.values()}:
             more[text].special = True
         if vocab_size is not None:
