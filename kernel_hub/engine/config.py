@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ _BOTH = {
 }  # fmt: skip
 _EXPERTS = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
 _MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2)))
+_KINDS = {"full_attention", "sliding_attention"}  # of layers
 _FROM_SHORTER = ("llama3", "yarn", "longrope")  # rotations that know the length before
 _GEMMA: dict[str, Any] = {
     "norms": _BOTH, "norm_offset": 1.0, "scales_embedding": True,
@@ -37,7 +39,9 @@ _GEMMA: dict[str, Any] = {
     },
 }  # fmt: skip
 _GEMMA3: dict[str, Any] = {
-    **_GEMMA, "qk_norm": "head", "full_every": 6, "defaults": {
+    **_GEMMA, "qk_norm": "head", "full_every": 6,
+    "sizes": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    "defaults": {
         **_GEMMA["defaults"], "vocab_size": 262208, "max_position_embeddings": 131072,
         "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
@@ -46,22 +50,35 @@ _QWEN = {
     "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096,
     "max_window_layers": 28,
 }  # fmt: skip
-# model_type -> what differs from Llama. full_every: of that many layers the last has no window.
+_BIG = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWEN_SIZES = {
+    **_BIG, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
+}  # fmt: skip
+# model_type -> what differs from Llama. full_every: of that many layers the last has no window;
+# sizes: what models that see leave to transformers' class in their text_config.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"full_every": 0, "defaults": {"num_key_value_heads": 8, "sliding_window": 4096}},
+    "llama": {"sizes": {
+        **_BIG, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048,
+    }},
+    "mistral": {
+        "full_every": 0, "defaults": {"num_key_value_heads": 8, "sliding_window": 4096},
+        "sizes": {
+            **_BIG, "intermediate_size": 14336, "vocab_size": 32000,
+            "max_position_embeddings": 131072,
+        },
+    },
     "mixtral": {"full_every": 0, "moe_names": _MIXTRAL, "defaults": {
         "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     }},
-    "qwen2": {"qkv_bias": True, "defaults": _QWEN},
-    "qwen3": {"qk_norm": "head", "defaults": {**_QWEN, "head_dim": 128}},
+    "qwen2": {"qkv_bias": True, "sizes": _QWEN_SIZES, "defaults": _QWEN},
+    "qwen3": {"qk_norm": "head", "sizes": _QWEN_SIZES, "defaults": {**_QWEN, "head_dim": 128}},
     "qwen3_moe": {"qk_norm": "head", "moe_names": _EXPERTS, "defaults": {
         **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": False,
     }},
     "olmo2": {"norms": _AFTER, "qk_norm": "whole", "defaults": {"rms_norm_eps": 1e-5}},
-    "gemma2": {**_GEMMA, "full_every": 2, "defaults": {
+    "gemma2": {**_GEMMA, "full_every": 2, "caps_attention": True, "defaults": {
         **_GEMMA["defaults"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     }},
     "gemma3_text": _GEMMA3,
@@ -133,7 +150,8 @@ class ModelConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json. Raises ModelError naming what is not known or missing."""
         outer_eos = config.get("eos_token_id")
-        if "text_config" in config:  # whose outside says what is tied; Gemma 3's also in silence
+        is_inside = "text_config" in config
+        if is_inside:  # whose outside says what is tied; Gemma 3's also in silence
             outer = config
             config = {"model_type": outer.get("model_type"), **outer["text_config"]}
             if outer.get("model_type") == "gemma3" or "tie_word_embeddings" in outer:
@@ -143,9 +161,12 @@ class ModelConfig:
             known = listed(nearest(kind, FAMILIES))
             raise ModelError(f"model_type {kind!r} is not one the engine runs; those are {known}")
         family = FAMILIES[kind]
-        config = {**family.get("defaults", {}), **config}
+        sizes = family.get("sizes", {}) if is_inside else {}
+        config = {**family.get("defaults", {}), **sizes, **config}
         try:
             return _described(cls, config, family, config.get("eos_token_id", outer_eos))
+        except ModelError:
+            raise
         except KeyError as error:
             raise ModelError(f"config.json of a {kind} model lacks {error}") from None
         except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
@@ -166,13 +187,22 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a model's folder."""
     try:
         found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent} is no model's folder: it has no {path.name}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        folder = path.parent
+        raise ModelError(
+            f"{folder} is no model's folder: it has no {path.name}{how_to_get(folder)}"
+        ) from None
     except ValueError as error:
         raise ModelError(f"{path}: no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found
+
+
+def how_to_get(folder: str | Path) -> str:
+    """What to add to an error where a name is rather one of the hub's than a folder's."""
+    is_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder)) and not Path(folder).exists()
+    return f"; hf download {folder} --local-dir {Path(folder).name} brings one" * bool(is_name)
 
 
 def package(name: str, what: str) -> Any:
@@ -220,7 +250,8 @@ def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: An
         mlp_bias=bool(get("mlp_bias", False)),
         activation=kinds[activation],
         softmax_scale=scale**-0.5,
-        attn_softcap=float(get("attn_logit_softcapping") or 0.0),
+        # Gemma 3's own code looks past what its files may say of it.
+        attn_softcap=float(get("attn_logit_softcapping") or 0.0) * family.get("caps_attention", 0),
         final_softcap=float(get("final_logit_softcapping") or 0.0),
         embed_scale=math.sqrt(config["hidden_size"]) if family.get("scales_embedding") else 1.0,
         is_tied=bool(get("tie_word_embeddings", False)),
@@ -248,6 +279,10 @@ def _layers(config: dict[str, Any], family: dict[str, Any]) -> tuple[LayerKind, 
         else "full_attention"
         for i in range(count)
     ]  # fmt: skip
+    if not isinstance(types, list) or len(types) < count or set(types) - _KINDS:
+        raise ModelError(
+            f"layer_types: expected {count} of {listed(sorted(_KINDS))}, found {types}"
+        )
     # Of an older file its own factor counts, which transformers 4 reckoned from two lengths.
     rope, theta = get("rope_parameters"), {"rope_theta": get("rope_theta") or 1e4}
     if not rope or get("rope_scaling"):  # the older one first, as in transformers
