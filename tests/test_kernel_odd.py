@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -267,6 +268,16 @@ def test_copies_of_what_has_a_kernel_have_the_same_one(fakecuda: FakeCuda) -> No
     for copied in (copy.copy(model), copy.deepcopy(model)):
         assert copied == model and copied["kernel"] is kernel and copied["function"] is probe
     assert copy.copy(kernel) is kernel and copy.copy(probe) is probe
+
+
+def test_a_bound_launch_is_of_the_params_it_was_bound_with(fakecuda: FakeCuda) -> None:
+    """A copy of a model has weights of its own, which it would not launch on."""
+    bound = Kernel("launch_probe").launch_probe_5.bind(1, 256, params=[None, None, None, 0, 0.5])
+    assert copy.copy(bound) is bound
+    with pytest.raises(TypeError, match="bind the copy's"):
+        copy.deepcopy({"step": bound})
+    with pytest.raises(TypeError, match="bind it in each process"):
+        pickle.dumps(bound)
 
 
 def test_a_grid_in_brackets_is_told_how_to_launch(fakecuda: FakeCuda) -> None:

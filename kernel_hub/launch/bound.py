@@ -34,6 +34,15 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
 
     _keep: Any
 
+    def __copy__(self) -> BoundLaunch:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> BoundLaunch:
+        raise TypeError("a BoundLaunch is of the params that it was bound with: bind the copy's")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a BoundLaunch cannot be pickled: bind it in each process")
+
     @classmethod
     def _make(
         cls,
