@@ -4,6 +4,7 @@
 
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/int8.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
@@ -11,13 +12,18 @@
 
 namespace kernel_hub::kv_cache::decode {
 
-template <typename T_, typename Cache_, int kHeadDim_, int kTile_, int kSlots_, int kRowTiles_>
+template <typename T_, typename Cache_, int kHeadDim_, int kTile_, int kSlots_, int kRowTiles_,
+          bool kTokenScales_ = false>
 struct DecodeConfig {
     using T = T_;
     using Cache = Cache_;
     static constexpr int kHeadDim = kHeadDim_, kTile = kTile_, kSlots = kSlots_;
     static constexpr int kRowTiles = kRowTiles_;
     static constexpr bool kQuantised = sizeof(Cache) == 1;
+    // Whether there may be a scale a token: those of the keys, then of the values, of each tile
+    // that is under way.
+    static constexpr bool kTokenScales = kTokenScales_;
+    static constexpr int kScaleTiles = (kSlots + 1) / 2;
     // Whether window, softcap and alibi are known here.
     static constexpr bool kGeneral = kRowTiles == 1;
     static constexpr int kWarps = 4, kThreads = 32 * kWarps, kUnit = kWarps * kTile;
@@ -31,9 +37,11 @@ struct DecodeConfig {
     static constexpr int kAreaBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
     static constexpr int kQueryChunks = kHeadDim / 8;
     static constexpr int kQueryBytes = kRows * kHeadDim * 2;
-    static constexpr int kSharedBytes = kAreaBytes + kQueryBytes;
+    static constexpr int kScaleBytes = kTokenScales ? kScaleTiles * 2 * kTile * 4 : 0;  // of a warp
+    static constexpr int kSharedBytes = kAreaBytes + kQueryBytes + kWarps * kScaleBytes;
     static constexpr bool kQueryInRegisters = kRowTiles == 1 && kHeadDim <= 128;
     static_assert(kTile % 16 == 0, "the tokens of a tile are the k side of m16n8k16");
+    static_assert(!kTokenScales || kSlots % 2 != 0, "keys and scales of a tile are asked for as one");
     static_assert(kHeadDim % 64 == 0, "the swizzles cover rows of 64 bytes and more");
     static_assert(kSharedBytes <= 99 << 10, "a block of sm_89 has 99 KiB of shared memory");
 };
@@ -102,12 +110,23 @@ __device__ __forceinline__ void load_query(uint32_t queries, int r, int k, int l
                                                             2 * k + (lane_idx >> 4)));
 }
 
+// The two bytes of a cache in the low half of `bytes` as two of T, fp16 or bf16. Exact.
+template <typename T, typename Cache>
+__device__ __forceinline__ uint32_t bytes_to(uint32_t bytes) {
+    if constexpr (std::is_same_v<Cache, int8_t>) {
+        return int8x2_to<T>(bytes);
+    } else {
+        return e4m3x2_to<T>(bytes);
+    }
+}
+
 // scores = queries x keys of a slot.
 template <typename Config, typename Queries>
 __device__ __forceinline__ void multiply_keys(
     Queries&& query, uint32_t slot, int lane_idx,
     float (&scores)[Config::kRowTiles][Config::kTile / 8][4]) {
     using T = typename Config::T;
+    using Cache = typename Config::Cache;
     constexpr int kColumns = Config::kQuantised ? 32 : 16;  // of two chunks
 #pragma unroll
     for (int k = 0; k < Config::kHeadDim / kColumns; ++k) {
@@ -121,8 +140,8 @@ __device__ __forceinline__ void multiply_keys(
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     // keys[i]: tokens 8 (i / 2) .., columns 16 (2k + i % 2) + 4 (lane % 4) ..
-                    const uint32_t low = e4m3x2_to<T>(keys[i] & 0xffff);
-                    const uint32_t high = e4m3x2_to<T>(keys[i] >> 16);
+                    const uint32_t low = bytes_to<T, Cache>(keys[i] & 0xffff);
+                    const uint32_t high = bytes_to<T, Cache>(keys[i] >> 16);
 #pragma unroll
                     for (int r = 0; r < Config::kRowTiles; ++r) {
                         uint32_t a[4];
@@ -149,6 +168,7 @@ template <typename Config, typename P>
 __device__ __forceinline__ void multiply_values(
     const uint32_t (&probabilities)[Config::kRowTiles][Config::kTile / 16][4], uint32_t slot,
     int lane_idx, Accumulator<Config>& sums) {
+    using Cache = typename Config::Cache;
 #pragma unroll
     for (int group = 0; group < Config::kTile / 16; ++group) {
 #pragma unroll
@@ -164,12 +184,14 @@ __device__ __forceinline__ void multiply_values(
                     if constexpr (Config::kQuantised) {
                         float (&even)[4] = sums.out[r][2 * (c + i)];
                         float (&odd)[4] = sums.out[r][2 * (c + i) + 1];
-                        mma_m16n8k16<P>(even, probabilities[r][group],
-                                        e4m3x2_to<P>((low & 0xff) | (low >> 8 & 0xff00)),
-                                        e4m3x2_to<P>((high & 0xff) | (high >> 8 & 0xff00)));
-                        mma_m16n8k16<P>(odd, probabilities[r][group],
-                                        e4m3x2_to<P>((low >> 8 & 0xff) | (low >> 16 & 0xff00)),
-                                        e4m3x2_to<P>((high >> 8 & 0xff) | (high >> 16 & 0xff00)));
+                        mma_m16n8k16<P>(
+                            even, probabilities[r][group],
+                            bytes_to<P, Cache>((low & 0xff) | (low >> 8 & 0xff00)),
+                            bytes_to<P, Cache>((high & 0xff) | (high >> 8 & 0xff00)));
+                        mma_m16n8k16<P>(
+                            odd, probabilities[r][group],
+                            bytes_to<P, Cache>((low >> 8 & 0xff) | (low >> 16 & 0xff00)),
+                            bytes_to<P, Cache>((high >> 8 & 0xff) | (high >> 16 & 0xff00)));
                     } else {
                         mma_m16n8k16<P>(sums.out[r][c + i], probabilities[r][group], low, high);
                     }
@@ -190,6 +212,11 @@ struct TileLoader {
     int token, end_token;  // of this lane's row in the next tile; where the segment ends
     int next_page[Config::kTile / 16];
     const Cache* row[Config::kTile / 16];  // this lane's; null: no such row
+    // Of kTokenScales, the same of the scales, null: there are none; and where they go.
+    const float* scale_head;
+    const float* scale[Config::kTile / 16];
+    uint32_t scale_ring;
+    int scale_tile;
     uint32_t ring;
     int slot, lane_idx;
     bool is_outside;  // some page so far
@@ -222,6 +249,13 @@ struct TileLoader {
             row[i] = at < end_token && is_there
                          ? head + next_page[i] * page_stride + in_page * token_stride
                          : nullptr;
+            if constexpr (Config::kTokenScales) {
+                const int64_t offset =
+                    next_page[i] * (is_key ? args.k_scale_page_stride : args.v_scale_page_stride) +
+                    in_page * (is_key ? args.k_scale_token_stride : args.v_scale_token_stride);
+                scale[i] =
+                    row[i] != nullptr && scale_head != nullptr ? scale_head + offset : nullptr;
+            }
         }
         token += Config::kUnit;
         look_up();
@@ -250,6 +284,18 @@ struct TileLoader {
             } else {
                 cp_async_16(place, bytes, is_inside, read_once_policy());
             }
+        }
+        // Keys first: their group has the scales of both.
+        if constexpr (Config::kTokenScales && !kValues) {
+            if (scale_head != nullptr) {
+                const int kind = lane_idx < 16 ? 0 : Config::kTile;
+#pragma unroll
+                for (int i = 0; i < Config::kTile / 16; ++i) {
+                    const int at = 2 * Config::kTile * scale_tile + kind + 16 * i + (lane_idx & 15);
+                    cp_async_4(scale_ring + 4 * at, scale[i], scale[i] != nullptr);
+                }
+            }
+            scale_tile = scale_tile + 1 == Config::kScaleTiles ? 0 : scale_tile + 1;
         }
         cp_async_commit();
         slot = slot + 1 == Config::kSlots ? 0 : slot + 1;
