@@ -13,7 +13,7 @@ from drawn_sinks import KINDS, draw_sinks
 from refused import check_refused
 from ways import Way
 
-from kernel_hub.ops import append_kv, decode_attention
+from kernel_hub.ops import append_kv, decode_attention, linear, qkv_linear
 from kernel_hub.ops.core.kv_cache import BYTES
 from kernel_hub.ops.kv_cache import decode_plan
 from kernel_hub.testing import reference
@@ -360,3 +360,29 @@ def test_registered(way: Way, of_tokens: bool) -> None:
         (q, *caches.tensors, lengths, None, None, table, None, None, None, *scales[:2], None, None,
          False, 0, 0.1, -1, 0.0, 0, torch.empty_like(q), None, *scales[2:]),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [INT8, E4M3], ids=["int8", "e4m3"])
+def test_through_qkv_linear(way: Way, kind: torch.dtype) -> None:
+    """The bits of the projection appended."""
+    x = way.randn(2, 3, 64, dtype=torch.bfloat16)
+    w = way.randn(8 * 32, 64, dtype=torch.bfloat16, seed=1) / 8
+    for scale in ("_cache", "") if kind == INT8 else ("_cache",):
+        found, expected = (
+            [torch.zeros(2, 4, 2, 32, device=way.device).to(kind) for _ in "kv"] for _ in "ab"
+        )
+        scales = [
+            [torch.full((2, 4, 2) if scale else (2,), 0.02, device=way.device) for _ in "kv"]
+            for _ in "ab"
+        ]
+        options = [
+            {f"k_scale{scale}": k_scale, f"v_scale{scale}": v_scale} for k_scale, v_scale in scales
+        ]
+        out_q, _, _ = qkv_linear(
+            x, w, num_heads=4, num_kv_heads=2, k_cache=found[0], v_cache=found[1], **options[0]
+        )
+        heads = linear(x, w).view(2, 3, 8, 32)
+        append_kv(heads[:, :, 4:6], heads[:, :, 6:], *expected, **options[1])
+        same_bits(out_q, heads[:, :, :4].contiguous())
+        for mine, theirs in zip((*found, *scales[0]), (*expected, *scales[1]), strict=True):
+            assert torch.equal(bytes_of(mine), bytes_of(theirs))
