@@ -4,8 +4,8 @@
 //   int8 or e4m3, with a scale a token and a head that is found here:
 //       k_scale_cache[place, head] = max |k'| / (127 or 448);  cache = k' / that, 0 where it is 0
 //
-// k' = rope(norm(k)), each part only where its arguments are given; of v neither. Rounded once, from
-// fp32. Where a token goes, and what is outside: append_kv.cu.
+// k' = rope(norm(k)), each part only where its arguments are given; of v neither. Rounded once,
+// from fp32. Where a token goes, and what is outside: append_kv.cu.
 //
 // Parallelisation: threadIdx.x walks a head, threadIdx.y heads, those of queries, of keys, then of
 // values, threadIdx.z the tokens of a block. blockDim.x is a power of two of at most 32, so a head
@@ -166,7 +166,7 @@ __device__ __forceinline__ void append_quantised(const QuantisedArgs<T>& args) {
         Head<T, kWidth> head;
         float inverse = 1.0f;
         // What becomes of the head's elements at `at`, in `values` and, rounded, in `head`.
-        const auto finish = [&](int at, float(&values)[2][kWidth]) {
+        const auto finish = [&](int at, float (&values)[2][kWidth]) {
             Angles<T, kWidth> angles;
             if constexpr (kWidth == 1) {
                 parts = parts_at<kWidth>(args, at);
@@ -277,17 +277,16 @@ __device__ __forceinline__ void append_quantised(const QuantisedArgs<T>& args) {
     DESCRIBED(                                                                                    \
         append_kv_quantised_##NAME##_##VARIANT, "x: tokens in steps of blockDim.z",               \
         (.shared_bytes = 0),                                                                      \
-        extern "C" __global__ void __launch_bounds__(256, 2)                                      \
-            append_kv_quantised_##NAME##_##VARIANT(                                               \
-                T* out_q, T* out_k, void* k_cache, void* v_cache, int* flag, const T* q,          \
-                const T* k, const T* v, const void* cos, const void* sin, ROUTING_TABLES,         \
-                const float* k_scale, const float* v_scale, const void* q_norm_weight,            \
-                const void* k_norm_weight, float* k_scale_cache, float* v_scale_cache,            \
-                APPEND_LAYOUT, int num_rounds, int is_interleaved, int is_table32,                \
-                int is_weight32, int is_e4m3, int64_t k_scale_page_stride,                        \
-                int64_t k_scale_row_stride, int64_t k_scale_head_stride,                          \
-                int64_t v_scale_page_stride, int64_t v_scale_row_stride,                          \
-                int64_t v_scale_head_stride, float eps, float weight_offset) {                    \
+        extern "C" __global__ void                                                                \
+        __launch_bounds__(256, 2) append_kv_quantised_##NAME##_##VARIANT(                         \
+            T* out_q, T* out_k, void* k_cache, void* v_cache, int* flag, const T* q, const T* k,  \
+            const T* v, const void* cos, const void* sin, ROUTING_TABLES, const float* k_scale,   \
+            const float* v_scale, const void* q_norm_weight, const void* k_norm_weight,           \
+            float* k_scale_cache, float* v_scale_cache, APPEND_LAYOUT, int num_rounds,            \
+            int is_interleaved, int is_table32, int is_weight32, int is_e4m3,                     \
+            int64_t k_scale_page_stride, int64_t k_scale_row_stride, int64_t k_scale_head_stride, \
+            int64_t v_scale_page_stride, int64_t v_scale_row_stride, int64_t v_scale_head_stride, \
+            float eps, float weight_offset) {                                                     \
             append_quantised<T, WIDTH>(                                                           \
                 {.out_q = {out_q, out_q_batch_stride, out_q_token_stride, out_q_head_stride},     \
                  .out_k = {out_k, out_k_batch_stride, out_k_token_stride, out_k_head_stride},     \

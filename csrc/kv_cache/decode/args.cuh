@@ -106,12 +106,12 @@ struct ScaledArgs : DecodeArgs<T, Cache> {
 };
 
 // Behind the others.
-#define SCALED_PARAMS                                                                       \
-    int64_t k_scale_page_stride, int64_t k_scale_token_stride, int64_t k_scale_head_stride, \
-        int64_t v_scale_page_stride, int64_t v_scale_token_stride,                          \
-        int64_t v_scale_head_stride, const float *k_scale_cache, const float *v_scale_cache
-#define SCALED_ARGUMENTS                                                                           \
-    k_scale_page_stride, k_scale_token_stride, k_scale_head_stride, v_scale_page_stride,           \
+#define SCALED_PARAMS                                                                           \
+    int64_t k_scale_page_stride, int64_t k_scale_token_stride, int64_t k_scale_head_stride,     \
+        int64_t v_scale_page_stride, int64_t v_scale_token_stride, int64_t v_scale_head_stride, \
+        const float *k_scale_cache, const float *v_scale_cache
+#define SCALED_ARGUMENTS                                                                 \
+    k_scale_page_stride, k_scale_token_stride, k_scale_head_stride, v_scale_page_stride, \
         v_scale_token_stride, v_scale_head_stride, k_scale_cache, v_scale_cache
 
 // The block's part of the work, as attend(segment, extent), if it has one.

@@ -105,16 +105,16 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
     loader.slot = 0;
     loader.lane_idx = lane_idx;
     loader.is_outside = false;
-    const float* tile_scales = nullptr;  // of this warp
+    [[maybe_unused]] const float* tile_scales = nullptr;  // of this warp
     if constexpr (Config::kTokenScales) {
         uint8_t* const scales = queries + Config::kQueryBytes + warp_idx * Config::kScaleBytes;
         tile_scales = reinterpret_cast<const float*>(scales);
-        loader.scale_ring = shared_address(scales);
-        loader.scale_tile = 0;
-        loader.scale_head = args.k_scale_cache == nullptr ? nullptr
-                            : lane_idx < 16
-                                ? args.k_scale_cache + segment.kv_head * args.k_scale_head_stride
-                                : args.v_scale_cache + segment.kv_head * args.v_scale_head_stride;
+        loader.scales.ring = shared_address(scales);
+        loader.scales.tile = 0;
+        loader.scales.head = args.k_scale_cache == nullptr ? nullptr
+                             : lane_idx < 16
+                                 ? args.k_scale_cache + segment.kv_head * args.k_scale_head_stride
+                                 : args.v_scale_cache + segment.kv_head * args.v_scale_head_stride;
     }
     loader.look_up();
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
 
     Accumulator<Config> sums;
     sums.clear();
-    TileScales<Config> scales;
+    std::conditional_t<Config::kTokenScales, TileScales<Config>, NoScales> scales;
     int slot = 0, token0 = first_token;
 #pragma unroll 1
     for (int tile = 0; tile < num_tiles; ++tile, token0 += Config::kUnit) {
@@ -258,7 +258,10 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
                 probabilities[r][j / 2][2 * (j % 2) + h] = pack2<P>(low, high);
             }
             sums.row_sum[i] = sums.row_sum[i] * shrink + sum;
-            const float out_shrink = Config::kTokenScales ? shrink * scales.shrink : shrink;
+            float out_shrink = shrink;
+            if constexpr (Config::kTokenScales) {
+                out_shrink *= scales.shrink;
+            }
 #pragma unroll
             for (int j = 0; j < Config::kHeadDim / 8; ++j) {
                 sums.out[r][j][2 * h] *= out_shrink;
@@ -309,16 +312,16 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
         })
 
 // The same of caches whose scales may be a token's, of 16 rows a block.
-#define EXPORT_SCALED_DECODE(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS)                      \
-    DESCRIBED(                                                                                   \
-        decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS,                                        \
-        "x: parts of (sequence, kv head, block_m rows) as num_splits and parallel cut them",     \
-        (facts_of<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, 1, true>>(2)),                   \
-        extern "C" __global__ void                                                               \
-        __launch_bounds__(128, 2) decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(              \
-            DECODE_PARAMS(T, CACHE), SCALED_PARAMS) {                                            \
-            const ScaledArgs<T, CACHE> args = {{DECODE_ARGUMENTS}, SCALED_ARGUMENTS};            \
-            decode_attention<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, 1, true>>(args);      \
+#define EXPORT_SCALED_DECODE(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS)                  \
+    DESCRIBED(                                                                               \
+        decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS,                                    \
+        "x: parts of (sequence, kv head, block_m rows) as num_splits and parallel cut them", \
+        (facts_of<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, 1, true>>(2)),               \
+        extern "C" __global__ void                                                           \
+        __launch_bounds__(128, 2) decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(          \
+            DECODE_PARAMS(T, CACHE), SCALED_PARAMS) {                                        \
+            const ScaledArgs<T, CACHE> args = {{DECODE_ARGUMENTS}, SCALED_ARGUMENTS};        \
+            decode_attention<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, 1, true>>(args);  \
         })
 
 }  // namespace kernel_hub::kv_cache::decode

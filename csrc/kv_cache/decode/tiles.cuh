@@ -41,7 +41,8 @@ struct DecodeConfig {
     static constexpr int kSharedBytes = kAreaBytes + kQueryBytes + kWarps * kScaleBytes;
     static constexpr bool kQueryInRegisters = kRowTiles == 1 && kHeadDim <= 128;
     static_assert(kTile % 16 == 0, "the tokens of a tile are the k side of m16n8k16");
-    static_assert(!kTokenScales || kSlots % 2 != 0, "keys and scales of a tile are asked for as one");
+    static_assert(!kTokenScales || kSlots % 2 != 0,
+                  "keys and scales of a tile are asked for as one");
     static_assert(kHeadDim % 64 == 0, "the swizzles cover rows of 64 bytes and more");
     static_assert(kSharedBytes <= 99 << 10, "a block of sm_89 has 99 KiB of shared memory");
 };
@@ -184,10 +185,9 @@ __device__ __forceinline__ void multiply_values(
                     if constexpr (Config::kQuantised) {
                         float (&even)[4] = sums.out[r][2 * (c + i)];
                         float (&odd)[4] = sums.out[r][2 * (c + i) + 1];
-                        mma_m16n8k16<P>(
-                            even, probabilities[r][group],
-                            bytes_to<P, Cache>((low & 0xff) | (low >> 8 & 0xff00)),
-                            bytes_to<P, Cache>((high & 0xff) | (high >> 8 & 0xff00)));
+                        mma_m16n8k16<P>(even, probabilities[r][group],
+                                        bytes_to<P, Cache>((low & 0xff) | (low >> 8 & 0xff00)),
+                                        bytes_to<P, Cache>((high & 0xff) | (high >> 8 & 0xff00)));
                         mma_m16n8k16<P>(
                             odd, probabilities[r][group],
                             bytes_to<P, Cache>((low >> 8 & 0xff) | (low >> 16 & 0xff00)),
@@ -201,6 +201,16 @@ __device__ __forceinline__ void multiply_values(
     }
 }
 
+// The same of the scales of a tile's rows: null where there are none; and where they go.
+template <int kRows>
+struct ScaleLoader {
+    const float* head;
+    const float* row[kRows];
+    uint32_t ring;
+    int tile;
+};
+struct NoScales {};
+
 // Fills the ring of one warp, keys and values in turn, a tile ahead of the page table. Lanes 0 ..
 // 15 know where the rows of keys lie, the others those of values.
 template <typename Config, typename Args>
@@ -212,14 +222,10 @@ struct TileLoader {
     int token, end_token;  // of this lane's row in the next tile; where the segment ends
     int next_page[Config::kTile / 16];
     const Cache* row[Config::kTile / 16];  // this lane's; null: no such row
-    // Of kTokenScales, the same of the scales, null: there are none; and where they go.
-    const float* scale_head;
-    const float* scale[Config::kTile / 16];
-    uint32_t scale_ring;
-    int scale_tile;
     uint32_t ring;
     int slot, lane_idx;
     bool is_outside;  // some page so far
+    std::conditional_t<Config::kTokenScales, ScaleLoader<Config::kTile / 16>, NoScales> scales;
 
     // Look up the pages of the tile that starts at this lane's token.
     __device__ __forceinline__ void look_up() {
@@ -253,8 +259,8 @@ struct TileLoader {
                 const int64_t offset =
                     next_page[i] * (is_key ? args.k_scale_page_stride : args.v_scale_page_stride) +
                     in_page * (is_key ? args.k_scale_token_stride : args.v_scale_token_stride);
-                scale[i] =
-                    row[i] != nullptr && scale_head != nullptr ? scale_head + offset : nullptr;
+                scales.row[i] =
+                    row[i] != nullptr && scales.head != nullptr ? scales.head + offset : nullptr;
             }
         }
         token += Config::kUnit;
@@ -287,15 +293,16 @@ struct TileLoader {
         }
         // Keys first: their group has the scales of both.
         if constexpr (Config::kTokenScales && !kValues) {
-            if (scale_head != nullptr) {
+            if (scales.head != nullptr) {
                 const int kind = lane_idx < 16 ? 0 : Config::kTile;
 #pragma unroll
                 for (int i = 0; i < Config::kTile / 16; ++i) {
-                    const int at = 2 * Config::kTile * scale_tile + kind + 16 * i + (lane_idx & 15);
-                    cp_async_4(scale_ring + 4 * at, scale[i], scale[i] != nullptr);
+                    const int at =
+                        2 * Config::kTile * scales.tile + kind + 16 * i + (lane_idx & 15);
+                    cp_async_4(scales.ring + 4 * at, scales.row[i], scales.row[i] != nullptr);
                 }
             }
-            scale_tile = scale_tile + 1 == Config::kScaleTiles ? 0 : scale_tile + 1;
+            scales.tile = scales.tile + 1 == Config::kScaleTiles ? 0 : scales.tile + 1;
         }
         cp_async_commit();
         slot = slot + 1 == Config::kSlots ? 0 : slot + 1;

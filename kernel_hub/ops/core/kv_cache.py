@@ -152,8 +152,7 @@ def check_cache_scales(
     op: str, k_cache: torch.Tensor, k_scale: Any, v_scale: Any, like: torch.Tensor,
     k_scale_cache: Any = None, v_scale_cache: Any = None,
 ) -> None:  # fmt: skip
-    """Scales of caches of bytes: where given, (num_kv_heads,) fp32, or of each token; int8 has some.
-    """
+    """Scales of caches of bytes: where given, (num_kv_heads,) fp32, or of tokens; int8 has some."""
     token_scales = {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
     given = {argument: x for argument, x in token_scales.items() if x is not None}
     for argument, scale in given.items():
@@ -167,7 +166,8 @@ def check_cache_scales(
         common.check_output(op, argument, scale)
     if len(given) == 1:
         missing = next(iter(token_scales.keys() - given))
-        raise TensorError(f"{op}: {missing}: expected a tensor, as {[*given][0]} is one, found None")
+        there = next(iter(given))
+        raise TensorError(f"{op}: {missing}: expected a tensor, as {there} is one, found None")
     for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             if k_cache.dtype == torch.int8 and not given:

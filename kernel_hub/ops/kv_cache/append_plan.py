@@ -159,7 +159,7 @@ def _flags(given: AppendGiven) -> tuple[int, ...]:
         weight is not None and weight.dtype == torch.float32,
         given.k_cache.dtype == torch.float8_e4m3fn,
     )  # fmt: skip
-    return tuple(map(int, flags))
+    return tuple([int(bool(flag)) for flag in flags])
 
 
 def _scaled_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, int]) -> Launch:

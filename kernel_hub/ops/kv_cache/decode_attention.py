@@ -120,7 +120,7 @@ def decode_attention(
         (gpt-oss). -inf is none; +inf takes all of a row (out 0, lse +inf); NaN makes the rows of
         its head that see a key NaN.
     deterministic: "batch": by `flash_attention`, and the bits of a token's row are those that it
-        has alone or in a prompt; neither with k, cos, qkv_bias or num_splits, nor of caches of bytes.
+        has alone or in a prompt; neither with k, cos, qkv_bias or num_splits, nor of bytes.
     k_scale_cache, v_scale_cache: in place of those, a scale for each token and head, as `append_kv`
         writes them: like the caches without head_dim, fp32, any strides. Not with k.
 
@@ -150,15 +150,17 @@ def decode_attention(
         v_scale, alibi_slopes, sinks,
     )  # fmt: skip
     options = (interleaved, rotary_dim, softmax_scale, left, softcap, num_splits)
-    scales = () if k_scale_cache is v_scale_cache is None else (k_scale_cache, v_scale_cache)
-    is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out, *scales))
+    both = (k_scale_cache, v_scale_cache)
+    scales = () if k_scale_cache is v_scale_cache is None else both
+    is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out, *both))
     is_debugging = common.is_debugging()
     if not is_eager or is_debugging:
         checks.check(_given(*tensors, *options, out, None, *scales), right)
     if is_eager and is_debugging:
         checks.check_values(_given(*tensors, *options, out, None, *scales))
     if deterministic is not False and common.is_batch(_OP, deterministic):
-        return decode_alone(_given(*tensors, *options, out, None, *scales), right, return_lse, bool(is_eager))
+        step = _given(*tensors, *options, out, None, *scales)
+        return decode_alone(step, right, return_lse, bool(is_eager))
     given = out
     try:
         if out is None:
@@ -172,8 +174,7 @@ def decode_attention(
             into = _cuda_into if q.is_cuda else _cpu_into
             into((*tensors, *options, out, lse, *scales), given is not None)
     except common.FOREIGN:
-        optional = (*tensors[4:], given, k_scale_cache, v_scale_cache)
-        _operands.check_tensors(tensors[:4], optional)  # names what has no memory
+        _operands.check_tensors(tensors[:4], (*tensors[4:], given, *both))  # names what has none
         checks.check(_given(*tensors, *options, given, None, *scales), right)
         common.check_flag(_OP, "return_lse", return_lse)
         raise
@@ -214,8 +215,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
         )
         variant = plans.choose_variant(
-            head_dim, k_cache.element_size(), rows, is_general, device.has_wgmma,
-            given.scaled,
+            head_dim, k_cache.element_size(), rows, is_general, device.has_wgmma, given.scaled
         )  # fmt: skip
         if sm90.applies(given, variant):
             return Step(sm90.plan(given))
@@ -268,21 +268,13 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             plans.merge_stated().block,
             numbers=merge_numbers, options=how,
         )  # fmt: skip
-    is_scaled = bool(given.scaled)
-    if is_scaled:
-        numbers = (*numbers, *_scale_strides(given))
+    numbers = (*numbers, *given.scale_strides)
     main = Launch(functions[0], (split.num_blocks, 1, 1), *variant.stated[:2], numbers, options=how)
     partials: tuple[torch.Tensor, ...] = ()
     if split.num_merges:
         lse = torch.empty(split.num_blocks * variant.rows, dtype=torch.float32, device=q.device)
         partials = common.emptied(lse.new_empty((*lse.shape, head_dim))), common.emptied(lse)
-    return Step(main, merge, partials, is_scaled=is_scaled)
-
-
-def _scale_strides(given: DecodeGiven) -> list[int]:
-    """Those of the scales of tokens, 0 where there are none."""
-    scales = (given.k_scale_cache, given.v_scale_cache)
-    return [s for x in scales for s in ((0, 0, 0) if x is None else x.stride())]
+    return Step(main, merge, partials, is_scaled=bool(given.scaled))
 
 
 def _met(given: DecodeGiven, plan: DecodePlan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
@@ -324,8 +316,10 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         cache_seqlens.stride(),
     )  # fmt: skip
     # An out that the op made has q's layout and meets nothing.
-    is_bare = k is v is cos is sin is qkv_bias is k_scale is v_scale is alibi_slopes is sinks is None
-    if is_bare and not scales:
+    if (
+        k is v is cos is sin is qkv_bias is k_scale is v_scale is alibi_slopes is sinks is None
+        and not scales
+    ):
         if block_table is not None:
             at += (block_table.data_ptr(),)
             key += (block_table.dtype, block_table.shape, block_table.stride())
@@ -400,6 +394,7 @@ _op = common.define_given(
     "Tensor? k, Tensor? v, Tensor? block_table, Tensor? cos, Tensor? sin, Tensor? qkv_bias, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, bool interleaved, "
     "SymInt rotary_dim, float softmax_scale, SymInt window_left, float softcap, int num_splits, "
-    "Tensor(c!) out, Tensor(d!)? lse, Tensor? k_scale_cache=None, Tensor? v_scale_cache=None) -> ()",
+    "Tensor(c!) out, Tensor(d!)? lse, Tensor? k_scale_cache=None, Tensor? v_scale_cache=None"
+    ") -> ()",
     DecodeGiven, cuda=_cuda_into, cpu=_cpu_into, check=checks.check,
 )  # fmt: skip

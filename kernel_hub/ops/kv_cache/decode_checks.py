@@ -29,7 +29,7 @@ _MAX_TOKENS = 2**30
 
 def check(given: DecodeGiven, window_right: Any = 0) -> None:
     """Raise TensorError for whatever does not fit."""
-    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+    (q, k_cache, v_cache, cache_seqlens, k, v, _, cos, sin, qkv_bias, _, _,
      alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
      out, *_) = given  # fmt: skip
     common.check_data(_OP, "q", q, (*common.HALF, torch.float32))
@@ -88,7 +88,7 @@ def _check_caches(given: DecodeGiven) -> None:
     common.check_like(_OP, "k_cache", k_cache, shape, q, dtypes=dtypes)
     common.check_like(_OP, "v_cache", v_cache, shape, q, dtypes=(k_cache.dtype,))
     if head_dim * k_cache.element_size() % common.VEC_BYTES:
-        raise common.refuse(_OP, "k_cache", "head_dim a multiple of 16 for a byte each", k_cache)
+        raise common.refuse(_OP, "k_cache", "head_dim a multiple of 16 for e4m3 and int8", k_cache)
     for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_aligned(_OP, argument, cache)
     if block_table is not None:

@@ -45,6 +45,12 @@ class DecodeGiven(NamedTuple):
             return "_int8"
         return "" if self.k_scale_cache is None else "_e4m3_tokens"
 
+    @property
+    def scale_strides(self) -> list[int]:
+        """What those kernels take besides; 0 where no scales are a token's."""
+        scales = (self.k_scale_cache, self.v_scale_cache) if self.scaled else ()
+        return [s for x in scales for s in ((0, 0, 0) if x is None else x.stride())]
+
 
 MAX_SEQLEN_Q = 16
 MAX_HEAD_DIM, MAX_HEAD_DIM_FP32 = 256, 128

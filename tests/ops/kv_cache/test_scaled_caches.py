@@ -59,10 +59,15 @@ class Caches:
         self.scales = []
         for i in range(2):
             if of_tokens:
-                scales = (6 * way.randn(*shape[:3], seed=seed + 2 + i)).clamp(-9, 3).exp2() / 64
+                scales = way.randn(*shape[:3], seed=seed + 2 + i).exp2() / 64
                 seen = torch.zeros(shape[:2], dtype=torch.bool, device=way.device)
+                # Rising or falling: the largest so far is not that of the first tile.
+                steep = lot.choice((-8.0, 0.0, 8.0))
                 for row, length in enumerate(lengths):
-                    seen[self.where(row, 0, max(length, 0))] = True
+                    where = self.where(row, 0, max(length, 0))
+                    seen[where] = True
+                    ramp = torch.linspace(-abs(steep), steep - abs(steep), len(where[0])).exp2()
+                    scales[where] *= ramp[:, None].to(way.device)
                 scales[~seen] = torch.nan
                 self.scales.append(Guarded(scales.shape, torch.float32, way.device))
                 self.scales[i].tensor.copy_(scales)
