@@ -3,7 +3,8 @@
 // merged by the kernel there.
 //
 // Variants: dtype of the queries x head_dim 64, 128, 256 (smaller ones padded with zeros), 16 rows
-// a block. kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
+// a block.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
 #include "kv_cache/decode/attend.cuh"
 

@@ -127,7 +127,6 @@ __device__ __forceinline__ void multiply_keys(
     Queries&& query, uint32_t slot, int lane_idx,
     float (&scores)[Config::kRowTiles][Config::kTile / 8][4]) {
     using T = typename Config::T;
-    using Cache = typename Config::Cache;
     constexpr int kColumns = Config::kQuantised ? 32 : 16;  // of two chunks
 #pragma unroll
     for (int k = 0; k < Config::kHeadDim / kColumns; ++k) {
@@ -138,6 +137,7 @@ __device__ __forceinline__ void multiply_keys(
                                          16 * group + (lane_idx & 7) + ((lane_idx >> 4) << 3),
                                          2 * k + ((lane_idx >> 3) & 1)));
             if constexpr (Config::kQuantised) {
+                using Cache = typename Config::Cache;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     // keys[i]: tokens 8 (i / 2) .., columns 16 (2k + i % 2) + 4 (lane % 4) ..
@@ -169,7 +169,6 @@ template <typename Config, typename P>
 __device__ __forceinline__ void multiply_values(
     const uint32_t (&probabilities)[Config::kRowTiles][Config::kTile / 16][4], uint32_t slot,
     int lane_idx, Accumulator<Config>& sums) {
-    using Cache = typename Config::Cache;
 #pragma unroll
     for (int group = 0; group < Config::kTile / 16; ++group) {
 #pragma unroll
@@ -183,6 +182,7 @@ __device__ __forceinline__ void multiply_values(
 #pragma unroll
                 for (int r = 0; r < Config::kRowTiles; ++r) {
                     if constexpr (Config::kQuantised) {
+                        using Cache = typename Config::Cache;
                         float (&even)[4] = sums.out[r][2 * (c + i)];
                         float (&odd)[4] = sums.out[r][2 * (c + i) + 1];
                         mma_m16n8k16<P>(even, probabilities[r][group],
