@@ -235,9 +235,15 @@ def _qkv_linear(lot: Lot) -> Case:
     )  # fmt: skip
 
 
+def _scales(lot: Lot, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    if dtype != torch.float32 and lot.one(True, False):
+        return {name: lot.randn(*shape).abs() for name in ("k_scale_cache", "v_scale_cache")}
+    return {name: lot.randn(shape[-1]).abs() + 0.1 for name in ("k_scale", "v_scale")}
+
+
 def _append_kv(lot: Lot) -> Case:
     dtype, batch, seqlen, heads, dim = lot.one(*_ANY), lot.one(1, 2), lot.one(1, 3), 2, 16
-    cache_dtype = lot.one(dtype, E4M3)
+    cache_dtype = lot.one(dtype, E4M3, *[torch.int8] * (dtype != torch.float32))
     tensors = {name: lot.randn(batch, seqlen, heads, dim, dtype=dtype) for name in ("k", "v")}
     outs: tuple[str, ...] = ()
     if lot.one(True, False):
@@ -254,10 +260,12 @@ def _append_kv(lot: Lot) -> Case:
         kind = lot.one(dtype, torch.float32)
         names = ("q_norm_weight", "k_norm_weight") if outs else ("k_norm_weight",)
         tensors |= {name: lot.randn(dim, dtype=kind) for name in names}
-    caches = ("k_cache", "v_cache")
+    caches: tuple[str, ...] = ("k_cache", "v_cache")
     tensors |= {name: lot.randn(3, 8, heads, dim).to(cache_dtype) for name in caches}
-    if cache_dtype == E4M3:
-        tensors |= {name: lot.randn(heads).abs() + 0.1 for name in ("k_scale", "v_scale")}
+    if cache_dtype != dtype:
+        scales = _scales(lot, dtype, (3, 8, heads))
+        tensors |= scales
+        caches += tuple(name for name in scales if name.endswith("_cache"))
     tensors |= lot.one(
         {"slot_mapping": lot.ints(*range(batch * seqlen), dtype=torch.int64)},
         {"block_table": lot.ints(*range(batch)).view(batch, 1)},
@@ -266,13 +274,13 @@ def _append_kv(lot: Lot) -> Case:
     return Case(
         "append_kv", tensors, {"interleaved": lot.one(True, False)}, outs=outs, caches=caches,
         in_place=frozenset({("out_q", "q"), ("out_k", "k")}),
-        required=("k", "v", *caches),
+        required=("k", "v", "k_cache", "v_cache"),
     )  # fmt: skip
 
 
 def _decode_attention(lot: Lot) -> Case:
     dtype, batch, seqlen, heads, kv_heads, dim = lot.one(*_ANY), 2, lot.one(1, 2), 4, 2, 16
-    cache_dtype = dtype if dtype == torch.float32 else lot.one(dtype, E4M3)
+    cache_dtype = dtype if dtype == torch.float32 else lot.one(dtype, E4M3, torch.int8)
     tensors = {
         "q": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
         "cache_seqlens": lot.ints(3, 5),
@@ -281,10 +289,10 @@ def _decode_attention(lot: Lot) -> Case:
                     ("block_table", lot.ints(1, 0).view(batch, 1))),
     }  # fmt: skip
     tensors |= {n: lot.randn(2, 8, kv_heads, dim).to(cache_dtype) for n in ("k_cache", "v_cache")}
-    if cache_dtype == E4M3:
-        tensors |= {name: lot.randn(kv_heads).abs() + 0.1 for name in ("k_scale", "v_scale")}
+    if cache_dtype != dtype:
+        tensors |= _scales(lot, dtype, (2, 8, kv_heads))
     caches: tuple[str, ...] = ()
-    if lot.one(True, False):
+    if "k_scale_cache" not in tensors and lot.one(True, False):
         tensors |= {
             name: lot.randn(batch, seqlen, kv_heads, dim, dtype=dtype) for name in ("k", "v")
         }

@@ -96,6 +96,24 @@ struct DecodeArgs {
     .softcap = softcap
 // clang-format on
 
+// Caches of bytes whose scales may be a token's.
+template <typename T, typename Cache>
+struct ScaledArgs : DecodeArgs<T, Cache> {
+    int64_t k_scale_page_stride, k_scale_token_stride, k_scale_head_stride;
+    int64_t v_scale_page_stride, v_scale_token_stride, v_scale_head_stride;
+    const float* k_scale_cache;  // (num_pages or batch_size, page_size, num_kv_heads), or null
+    const float* v_scale_cache;  // same
+};
+
+// Behind the others.
+#define SCALED_PARAMS                                                                           \
+    int64_t k_scale_page_stride, int64_t k_scale_token_stride, int64_t k_scale_head_stride,     \
+        int64_t v_scale_page_stride, int64_t v_scale_token_stride, int64_t v_scale_head_stride, \
+        const float *k_scale_cache, const float *v_scale_cache
+#define SCALED_ARGUMENTS                                                                 \
+    k_scale_page_stride, k_scale_token_stride, k_scale_head_stride, v_scale_page_stride, \
+        v_scale_token_stride, v_scale_head_stride, k_scale_cache, v_scale_cache
+
 // The block's part of the work, as attend(segment, extent), if it has one.
 template <typename Config, typename Args, typename Attend>
 __device__ __forceinline__ void for_segment(const Args& args, const Attend& attend) {

@@ -15,6 +15,67 @@
 
 namespace kernel_hub::kv_cache::decode {
 
+// The scales of a tile's tokens, a lane's two of every eight. Those of values are parts of the
+// largest so far, in units of which sums.out is: probabilities times the scales themselves would
+// leave fp16.
+template <typename Config>
+struct TileScales {
+    float2 keys[Config::kTile / 8], values[Config::kTile / 8];
+    float largest = 0.0f, shrink = 1.0f;
+    int tile = 0;
+
+    __device__ __forceinline__ TileScales() {
+#pragma unroll
+        for (int j = 0; j < Config::kTile / 8; ++j) {
+            values[j] = make_float2(1.0f, 1.0f);
+        }
+    }
+    __device__ __forceinline__ void read(const float* scales, int lane_idx) {
+        const float* const from = scales + 2 * Config::kTile * tile + 2 * (lane_idx & 3);
+        float found = largest;
+#pragma unroll
+        for (int j = 0; j < Config::kTile / 8; ++j) {
+            keys[j] = *reinterpret_cast<const float2*>(from + 8 * j);
+            values[j] = *reinterpret_cast<const float2*>(from + 8 * j + Config::kTile);
+            found = fmaxf(found, fmaxf(values[j].x, values[j].y));
+        }
+        found = fmaxf(found, __shfl_xor_sync(~0u, found, 1));
+        found = fmaxf(found, __shfl_xor_sync(~0u, found, 2));
+        // Of values that are 0, or as good as.
+        const float inverse = found > 1e-30f ? 1.0f / found : 0.0f;
+        shrink = largest * inverse;
+        largest = found;
+#pragma unroll
+        for (int j = 0; j < Config::kTile / 8; ++j) {
+            values[j].x *= inverse, values[j].y *= inverse;
+        }
+        tile = tile + 1 == Config::kScaleTiles ? 0 : tile + 1;
+    }
+    __device__ __forceinline__ void multiply(
+        float (&scores)[Config::kRowTiles][Config::kTile / 8][4]) const {
+#pragma unroll
+        for (int r = 0; r < Config::kRowTiles; ++r) {
+#pragma unroll
+            for (int j = 0; j < Config::kTile / 8; ++j) {
+                scores[r][j][0] *= keys[j].x, scores[r][j][1] *= keys[j].y;
+                scores[r][j][2] *= keys[j].x, scores[r][j][3] *= keys[j].y;
+            }
+        }
+    }
+    __device__ __forceinline__ void finish(Accumulator<Config>& sums) const {
+#pragma unroll
+        for (int r = 0; r < Config::kRowTiles; ++r) {
+#pragma unroll
+            for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    sums.out[r][j][e] *= largest;
+                }
+            }
+        }
+    }
+};
+
 template <typename Config, typename Args>
 __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
                                        const Extent& extent, uint8_t* shared) {
@@ -44,6 +105,17 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
     loader.slot = 0;
     loader.lane_idx = lane_idx;
     loader.is_outside = false;
+    [[maybe_unused]] const float* tile_scales = nullptr;  // of this warp
+    if constexpr (Config::kTokenScales) {
+        uint8_t* const scales = queries + Config::kQueryBytes + warp_idx * Config::kScaleBytes;
+        tile_scales = reinterpret_cast<const float*>(scales);
+        loader.scales.ring = shared_address(scales);
+        loader.scales.tile = 0;
+        loader.scales.head = args.k_scale_cache == nullptr ? nullptr
+                             : lane_idx < 16
+                                 ? args.k_scale_cache + segment.kv_head * args.k_scale_head_stride
+                                 : args.v_scale_cache + segment.kv_head * args.v_scale_head_stride;
+    }
     loader.look_up();
 
     // Start the first tiles, and write queries and new tokens: in this order, so that the copies
@@ -115,6 +187,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
 
     Accumulator<Config> sums;
     sums.clear();
+    std::conditional_t<Config::kTokenScales, TileScales<Config>, NoScales> scales;
     int slot = 0, token0 = first_token;
 #pragma unroll 1
     for (int tile = 0; tile < num_tiles; ++tile, token0 += Config::kUnit) {
@@ -129,6 +202,12 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
         float scores[kRowTiles][kTile / 8][4] = {};
         multiply_keys<Config>(query, ring + slot * Config::kSlotBytes, lane_idx, scores);
         slot = slot + 1 == kSlots ? 0 : slot + 1;
+        if constexpr (Config::kTokenScales) {
+            if (args.k_scale_cache != nullptr) {
+                scales.read(tile_scales, lane_idx);
+                scales.multiply(scores);
+            }
+        }
 
         if (is_general || token0 + kTile > common_end) {
             const int key0 = token0 + 2 * (lane_idx & 3);
@@ -170,16 +249,23 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < kTile / 8; ++j) {
-                const float low = exp2_approx(scores[r][j][2 * h] * scale_log2 - base);
-                const float high = exp2_approx(scores[r][j][2 * h + 1] * scale_log2 - base);
+                float low = exp2_approx(scores[r][j][2 * h] * scale_log2 - base);
+                float high = exp2_approx(scores[r][j][2 * h + 1] * scale_log2 - base);
                 sum += low + high;
+                if constexpr (Config::kTokenScales) {
+                    low *= scales.values[j].x, high *= scales.values[j].y;
+                }
                 probabilities[r][j / 2][2 * (j % 2) + h] = pack2<P>(low, high);
             }
             sums.row_sum[i] = sums.row_sum[i] * shrink + sum;
+            float out_shrink = shrink;
+            if constexpr (Config::kTokenScales) {
+                out_shrink *= scales.shrink;
+            }
 #pragma unroll
             for (int j = 0; j < Config::kHeadDim / 8; ++j) {
-                sums.out[r][j][2 * h] *= shrink;
-                sums.out[r][j][2 * h + 1] *= shrink;
+                sums.out[r][j][2 * h] *= out_shrink;
+                sums.out[r][j][2 * h + 1] *= out_shrink;
             }
         }
 
@@ -193,6 +279,11 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
         }
         multiply_values<Config, P>(probabilities, ring + slot * Config::kSlotBytes, lane_idx, sums);
         slot = slot + 1 == kSlots ? 0 : slot + 1;
+    }
+    if constexpr (Config::kTokenScales) {
+        if (args.k_scale_cache != nullptr) {
+            scales.finish(sums);
+        }
     }
     cp_async_wait<0>();
     report_if(args.flag, loader.is_outside, kPagesOutside);
@@ -218,6 +309,19 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
             DECODE_PARAMS(T, CACHE)) {                                                        \
             const DecodeArgs<T, CACHE> args = {DECODE_ARGUMENTS};                             \
             decode_attention<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>>(args); \
+        })
+
+// The same of caches whose scales may be a token's, of 16 rows a block.
+#define EXPORT_SCALED_DECODE(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS)                  \
+    DESCRIBED(                                                                               \
+        decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS,                                    \
+        "x: parts of (sequence, kv head, block_m rows) as num_splits and parallel cut them", \
+        (facts_of<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, 1, true>>(2)),               \
+        extern "C" __global__ void                                                           \
+        __launch_bounds__(128, 2) decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(          \
+            DECODE_PARAMS(T, CACHE), SCALED_PARAMS) {                                        \
+            const ScaledArgs<T, CACHE> args = {{DECODE_ARGUMENTS}, SCALED_ARGUMENTS};        \
+            decode_attention<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, 1, true>>(args);  \
         })
 
 }  // namespace kernel_hub::kv_cache::decode

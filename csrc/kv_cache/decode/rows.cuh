@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/int8.cuh"
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/vec.cuh"
 #include "kv_cache/decode/tiles.cuh"
@@ -125,10 +126,12 @@ __device__ __forceinline__ float read_rotated_element(const T* row, const T* bia
     return value * c[0] + (is_second ? partner : -partner) * s[0];
 }
 
-// A cache element from a float, rounded to nearest even; e4m3 of value * inverse_scale.
+// A cache element from a float, rounded to nearest even; of bytes that of value * inverse_scale.
 template <typename Cache>
 __device__ __forceinline__ Cache to_cache(float value, float inverse_scale) {
-    if constexpr (sizeof(Cache) == 1) {
+    if constexpr (std::is_same_v<Cache, int8_t>) {
+        return static_cast<int8_t>(round_to_int8(value * inverse_scale) & 0xff);
+    } else if constexpr (sizeof(Cache) == 1) {
         return float_to_e4m3(value * inverse_scale);
     } else {
         return from_float<Cache>(value);
@@ -139,7 +142,14 @@ __device__ __forceinline__ Cache to_cache(float value, float inverse_scale) {
 template <typename Cache>
 __device__ __forceinline__ void store_cache(Cache* target, const float (&values)[8],
                                             float inverse_scale) {
-    if constexpr (sizeof(Cache) == 1) {
+    if constexpr (std::is_same_v<Cache, int8_t>) {
+        float scaled[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            scaled[i] = values[i] * inverse_scale;
+        }
+        write_int8(target, scaled);
+    } else if constexpr (sizeof(Cache) == 1) {
         uint32_t words[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {

@@ -4,6 +4,7 @@
 
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/int8.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
@@ -11,13 +12,18 @@
 
 namespace kernel_hub::kv_cache::decode {
 
-template <typename T_, typename Cache_, int kHeadDim_, int kTile_, int kSlots_, int kRowTiles_>
+template <typename T_, typename Cache_, int kHeadDim_, int kTile_, int kSlots_, int kRowTiles_,
+          bool kTokenScales_ = false>
 struct DecodeConfig {
     using T = T_;
     using Cache = Cache_;
     static constexpr int kHeadDim = kHeadDim_, kTile = kTile_, kSlots = kSlots_;
     static constexpr int kRowTiles = kRowTiles_;
     static constexpr bool kQuantised = sizeof(Cache) == 1;
+    // Whether there may be a scale a token: those of the keys, then of the values, of each tile
+    // that is under way.
+    static constexpr bool kTokenScales = kTokenScales_;
+    static constexpr int kScaleTiles = (kSlots + 1) / 2;
     // Whether window, softcap and alibi are known here.
     static constexpr bool kGeneral = kRowTiles == 1;
     static constexpr int kWarps = 4, kThreads = 32 * kWarps, kUnit = kWarps * kTile;
@@ -31,9 +37,12 @@ struct DecodeConfig {
     static constexpr int kAreaBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
     static constexpr int kQueryChunks = kHeadDim / 8;
     static constexpr int kQueryBytes = kRows * kHeadDim * 2;
-    static constexpr int kSharedBytes = kAreaBytes + kQueryBytes;
+    static constexpr int kScaleBytes = kTokenScales ? kScaleTiles * 2 * kTile * 4 : 0;  // of a warp
+    static constexpr int kSharedBytes = kAreaBytes + kQueryBytes + kWarps * kScaleBytes;
     static constexpr bool kQueryInRegisters = kRowTiles == 1 && kHeadDim <= 128;
     static_assert(kTile % 16 == 0, "the tokens of a tile are the k side of m16n8k16");
+    static_assert(!kTokenScales || kSlots % 2 != 0,
+                  "keys and scales of a tile are asked for as one");
     static_assert(kHeadDim % 64 == 0, "the swizzles cover rows of 64 bytes and more");
     static_assert(kSharedBytes <= 99 << 10, "a block of sm_89 has 99 KiB of shared memory");
 };
@@ -102,6 +111,16 @@ __device__ __forceinline__ void load_query(uint32_t queries, int r, int k, int l
                                                             2 * k + (lane_idx >> 4)));
 }
 
+// The two bytes of a cache in the low half of `bytes` as two of T, fp16 or bf16. Exact.
+template <typename T, typename Cache>
+__device__ __forceinline__ uint32_t bytes_to(uint32_t bytes) {
+    if constexpr (std::is_same_v<Cache, int8_t>) {
+        return int8x2_to<T>(bytes);
+    } else {
+        return e4m3x2_to<T>(bytes);
+    }
+}
+
 // scores = queries x keys of a slot.
 template <typename Config, typename Queries>
 __device__ __forceinline__ void multiply_keys(
@@ -118,11 +137,12 @@ __device__ __forceinline__ void multiply_keys(
                                          16 * group + (lane_idx & 7) + ((lane_idx >> 4) << 3),
                                          2 * k + ((lane_idx >> 3) & 1)));
             if constexpr (Config::kQuantised) {
+                using Cache = typename Config::Cache;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     // keys[i]: tokens 8 (i / 2) .., columns 16 (2k + i % 2) + 4 (lane % 4) ..
-                    const uint32_t low = e4m3x2_to<T>(keys[i] & 0xffff);
-                    const uint32_t high = e4m3x2_to<T>(keys[i] >> 16);
+                    const uint32_t low = bytes_to<T, Cache>(keys[i] & 0xffff);
+                    const uint32_t high = bytes_to<T, Cache>(keys[i] >> 16);
 #pragma unroll
                     for (int r = 0; r < Config::kRowTiles; ++r) {
                         uint32_t a[4];
@@ -162,14 +182,16 @@ __device__ __forceinline__ void multiply_values(
 #pragma unroll
                 for (int r = 0; r < Config::kRowTiles; ++r) {
                     if constexpr (Config::kQuantised) {
+                        using Cache = typename Config::Cache;
                         float (&even)[4] = sums.out[r][2 * (c + i)];
                         float (&odd)[4] = sums.out[r][2 * (c + i) + 1];
                         mma_m16n8k16<P>(even, probabilities[r][group],
-                                        e4m3x2_to<P>((low & 0xff) | (low >> 8 & 0xff00)),
-                                        e4m3x2_to<P>((high & 0xff) | (high >> 8 & 0xff00)));
-                        mma_m16n8k16<P>(odd, probabilities[r][group],
-                                        e4m3x2_to<P>((low >> 8 & 0xff) | (low >> 16 & 0xff00)),
-                                        e4m3x2_to<P>((high >> 8 & 0xff) | (high >> 16 & 0xff00)));
+                                        bytes_to<P, Cache>((low & 0xff) | (low >> 8 & 0xff00)),
+                                        bytes_to<P, Cache>((high & 0xff) | (high >> 8 & 0xff00)));
+                        mma_m16n8k16<P>(
+                            odd, probabilities[r][group],
+                            bytes_to<P, Cache>((low >> 8 & 0xff) | (low >> 16 & 0xff00)),
+                            bytes_to<P, Cache>((high >> 8 & 0xff) | (high >> 16 & 0xff00)));
                     } else {
                         mma_m16n8k16<P>(sums.out[r][c + i], probabilities[r][group], low, high);
                     }
@@ -178,6 +200,16 @@ __device__ __forceinline__ void multiply_values(
         }
     }
 }
+
+// The same of the scales of a tile's rows: null where there are none; and where they go.
+template <int kRows>
+struct ScaleLoader {
+    const float* head;
+    const float* row[kRows];
+    uint32_t ring;
+    int tile;
+};
+struct NoScales {};
 
 // Fills the ring of one warp, keys and values in turn, a tile ahead of the page table. Lanes 0 ..
 // 15 know where the rows of keys lie, the others those of values.
@@ -193,6 +225,7 @@ struct TileLoader {
     uint32_t ring;
     int slot, lane_idx;
     bool is_outside;  // some page so far
+    std::conditional_t<Config::kTokenScales, ScaleLoader<Config::kTile / 16>, NoScales> scales;
 
     // Look up the pages of the tile that starts at this lane's token.
     __device__ __forceinline__ void look_up() {
@@ -222,6 +255,13 @@ struct TileLoader {
             row[i] = at < end_token && is_there
                          ? head + next_page[i] * page_stride + in_page * token_stride
                          : nullptr;
+            if constexpr (Config::kTokenScales) {
+                const int64_t offset =
+                    next_page[i] * (is_key ? args.k_scale_page_stride : args.v_scale_page_stride) +
+                    in_page * (is_key ? args.k_scale_token_stride : args.v_scale_token_stride);
+                scales.row[i] =
+                    row[i] != nullptr && scales.head != nullptr ? scales.head + offset : nullptr;
+            }
         }
         token += Config::kUnit;
         look_up();
@@ -250,6 +290,19 @@ struct TileLoader {
             } else {
                 cp_async_16(place, bytes, is_inside, read_once_policy());
             }
+        }
+        // Keys first: their group has the scales of both.
+        if constexpr (Config::kTokenScales && !kValues) {
+            if (scales.head != nullptr) {
+                const int kind = lane_idx < 16 ? 0 : Config::kTile;
+#pragma unroll
+                for (int i = 0; i < Config::kTile / 16; ++i) {
+                    const int at =
+                        2 * Config::kTile * scales.tile + kind + 16 * i + (lane_idx & 15);
+                    cp_async_4(scales.ring + 4 * at, scales.row[i], scales.row[i] != nullptr);
+                }
+            }
+            scales.tile = scales.tile + 1 == Config::kScaleTiles ? 0 : scales.tile + 1;
         }
         cp_async_commit();
         slot = slot + 1 == Config::kSlots ? 0 : slot + 1;

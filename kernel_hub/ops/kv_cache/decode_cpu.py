@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ..core.kv_cache import BYTES, to_bytes
 from ..core.rotary import rotated
 from .decode_plan import DecodeGiven
 
@@ -38,8 +39,8 @@ def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
             (k_cache, k_scale, rotated(k.float() + k_bias, *turn)),
             (v_cache, v_scale, v.float() + v_bias),
         ):
-            if cache.dtype == torch.float8_e4m3fn:
-                new = (new if scale is None else new * (1.0 / scale)[:, None]).clamp(-448, 448)
+            if cache.dtype in BYTES:
+                new = to_bytes(new, cache.dtype, scale)
             cache[tuple(row[fits] for row in rows)] = new[fits].to(cache.dtype)
 
     out = torch.zeros(batch_size, seqlen_q, num_heads, head_dim, device=q.device)
@@ -53,10 +54,14 @@ def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
         at = torch.arange(length, device=q.device)
         table = None if block_table is None else block_table[index : index + 1]
         where = _rows(at[None], k_cache, table, index)
+        at_tokens = tuple(row[0] for row in where)
         keys, values = (
-            cache[tuple(row[0] for row in where)].float() * (1 if s is None else s[:, None])
+            cache[at_tokens].float() * (1 if s is None else s[:, None])
             for cache, s in ((k_cache, k_scale), (v_cache, v_scale))
         )
+        if given.k_scale_cache is not None:
+            keys = keys * given.k_scale_cache[at_tokens][..., None]
+            values = values * given.v_scale_cache[at_tokens][..., None]
         keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
         scores = queries[index].transpose(0, 1) @ keys.transpose(1, 2) * softmax_scale
         if softcap > 0:
