@@ -49,7 +49,7 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: Literal[False] = False,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, tree_mask: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -61,7 +61,7 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: Literal[True], k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -73,7 +73,7 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: bool, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def embedding(
     ids: Tensor, weight: Tensor, *, scale: float | None = None,
