@@ -74,7 +74,7 @@ struct DecodeArgs {
     CACHE* v_cache, const T* q, const T* k, const T* v, const int* cache_seqlens,                  \
     const int* block_table, const void* cos, const void* sin, const T* qkv_bias,                   \
     const float* k_scale, const float* v_scale, const float* alibi_slopes, const void* sinks,      \
-    const void* tree_mask, int64_t out_batch_stride, int64_t out_token_stride,                      \
+    const void* tree_mask, int64_t out_batch_stride, int64_t out_token_stride,                     \
     int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,                       \
     int64_t q_head_stride, int64_t k_batch_stride, int64_t k_token_stride, int64_t k_head_stride,  \
     int64_t v_batch_stride, int64_t v_token_stride, int64_t v_head_stride,                         \

@@ -59,7 +59,7 @@ def drawn(lot: random.Random, way: Way, **more: Any) -> Step:
         "interleaved": lot.random() < 0.5, "bias": appends and lot.random() < 0.3,
         "seed": lot.randrange(1 << 20), **more,
     }  # fmt: skip
-    return Step(way, lengths, **options)  # type: ignore[arg-type]
+    return Step(way, lengths, **options)
 
 
 def turned(
@@ -196,6 +196,25 @@ def test_the_mask_of_a_chain_gives_the_same_bits(way: Way, number: int) -> None:
     same_bits(one_row, out)
 
 
+@pytest.mark.parametrize("number", range(12))
+def test_what_torch_computes_on_the_cpu(number: int) -> None:
+    lot = random.Random(f"trees by torch {number}")
+    way = Way("torch", "cpu")
+    step = drawn(lot, way)
+    words = tree_mask(
+        torch.tensor(
+            [[lot.randrange(-1, i) for i in range(step.seqlen_q)] for _ in step.lengths],
+            dtype=torch.int32,
+        ),
+        has_root=False,
+    ).tolist()
+    options: dict[str, Any] = lot.choice(({}, {"softcap": 4.0}, {"window_size": (3, 0)}))
+    if lot.random() < 0.4:
+        slopes = 0.3 / torch.arange(1, step.heads[0] + 1)
+        options["alibi_slopes"] = slopes
+    check_tree(step, words, tensor_of(lot, way, words), **options)
+
+
 def test_a_finished_row_sees_nothing(way: Way) -> None:
     step = Step(way, [40, 90], seqlen_q=3)
     step.options["cache_seqlens"][0] = -1
@@ -238,7 +257,7 @@ def test_masks_that_are_refused() -> None:
         (words.t().contiguous().t(), "contiguous last dimension"), (7, "a torch tensor"),
     ):  # fmt: skip
         with pytest.raises(TensorError, match=f"decode_attention: tree_mask: .*{expected}"):
-            decode_attention(q, cache, cache.clone(), cache_seqlens=lengths, tree_mask=mask)  # type: ignore[arg-type]
+            decode_attention(q, cache, cache.clone(), cache_seqlens=lengths, tree_mask=mask)
     with pytest.raises(TensorError, match=r"tree_mask: .*deterministic is 'batch'"):
         decode_attention(
             q, cache, cache.clone(), cache_seqlens=lengths, tree_mask=words, deterministic="batch"
