@@ -58,7 +58,7 @@ def correct(seed: int) -> None:
         lengths = [lot.randrange(n, room + 1) for _ in range(lot.choice((1, 2, 7, 33)))]
         if lot.random() < 0.2:
             lengths[0] = -1
-        make = lambda *shape: torch.randn(*shape, device=DEVICE).to(dtype)  # noqa: E731
+        make = lambda *shape, dtype=dtype: torch.randn(*shape, device=DEVICE).to(dtype)  # noqa: E731
         q, k, v = (make(len(lengths), n, heads, dim), make(len(lengths), room, hk, dim),
                    make(len(lengths), room, hk, dim))  # fmt: skip
         seqlens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
