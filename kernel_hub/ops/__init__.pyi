@@ -52,7 +52,7 @@ def decode_attention(
     out: Tensor | None = None, return_lse: Literal[False] = False,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
     deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -65,7 +65,7 @@ def decode_attention(
     out: Tensor | None = None, return_lse: Literal[True], k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
     deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -78,7 +78,7 @@ def decode_attention(
     out: Tensor | None = None, return_lse: bool, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
     deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def embedding(
     ids: Tensor, weight: Tensor, *, scale: float | None = None,

@@ -286,7 +286,8 @@ def _decode_attention(lot: Lot) -> Case:
         "cache_seqlens": lot.ints(3, 5),
         "out": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
         **lot.maybe(("alibi_slopes", lot.randn(heads)), ("sinks", lot.randn(heads)),
-                    ("block_table", lot.ints(1, 0).view(batch, 1))),
+                    ("block_table", lot.ints(1, 0).view(batch, 1)),
+                    ("tree_mask", lot.ints(*range(1, 1 + seqlen)))),
     }  # fmt: skip
     tensors |= {n: lot.randn(2, 8, kv_heads, dim).to(cache_dtype) for n in ("k_cache", "v_cache")}
     if cache_dtype != dtype:

@@ -11,6 +11,7 @@
 #include "kv_cache/decode/merge.cuh"
 #include "kv_cache/decode/rows.cuh"
 #include "kv_cache/decode/tiles.cuh"
+#include "kv_cache/decode/tree.cuh"
 #include "kv_cache/decode/work.cuh"
 
 namespace kernel_hub::kv_cache::decode {
@@ -160,13 +161,15 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
         }
     };
 
-    // Keys that a row sees: those below its end; in a window, from its end - window.
+    // Keys that a row sees: those of its bits; in a window, from its end - window.
     const int window = args.window_left < 0 ? 1 << 30 : args.window_left + 1;
     const int group = args.num_heads / args.num_kv_heads;
     const int lane_row = segment.row_block * Config::kRows + (lane_idx >> 2);
-    auto end_of = [&](int i) {
+    const NewTokens new_tokens = {min(extent.length - args.seqlen_q, extent.num_tokens),
+                                  extent.num_tokens};
+    auto seen_by = [&](int i) {
         const int token = min((lane_row + 8 * i) / group, args.seqlen_q - 1);
-        return min(extent.length - args.seqlen_q + token + 1, extent.num_tokens);
+        return args.seen_by(segment.batch_idx, token);
     };
     float slope[2] = {0.0f, 0.0f};
     if (Config::kGeneral && args.alibi_slopes != nullptr) {
@@ -175,7 +178,6 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
         slope[0] = __ldg(slopes + lane_row % group);
         slope[1] = __ldg(slopes + (lane_row + 8) % group);
     }
-    const int common_end = min(extent.length - args.seqlen_q + 1, extent.num_tokens);
     const float k_scale = args.k_scale == nullptr ? 1.0f : __ldg(args.k_scale + segment.kv_head);
     const float score_scale = args.softmax_scale * k_scale;
     // Otherwise the scores of a tile are only scaled, in the exponential. A scale below 0 would
@@ -209,23 +211,45 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
             }
         }
 
-        if (is_general || token0 + kTile > common_end) {
-            const int key0 = token0 + 2 * (lane_idx & 3);
+        if (is_general || token0 + kTile > new_tokens.first) {
+            const int column = 2 * (lane_idx & 3), key0 = token0 + column;
+            const bool has_tree =
+                Config::kGeneral && args.tree_mask != nullptr && token0 + kTile > new_tokens.first;
 #pragma unroll
             for (int i = 0; i < 2 * kRowTiles; ++i) {
-                const int end = end_of(i);
+                const uint32_t bits = seen_by(i);
+                const uint32_t seen = new_tokens.seen_from(bits, token0) >> column;
+                const int end = new_tokens.end_of(bits);
+                int distances[kTile / 8][2];
+#pragma unroll
+                for (int j = 0; j < kTile / 8; ++j) {
+                    distances[j][0] = end - 1 - (key0 + 8 * j);
+                    distances[j][1] = distances[j][0] - 1;
+                }
+                if (has_tree) {
+#pragma unroll
+                    for (int j = 0; j < kTile / 8; ++j) {
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const int n = key0 + 8 * j + e - new_tokens.first;
+                            if (n >= 0) {
+                                distances[j][e] = new_tokens.distance_to(n, bits);
+                            }
+                        }
+                    }
+                }
 #pragma unroll
                 for (int j = 0; j < kTile / 8; ++j) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float& score = scores[i / 2][j][2 * (i % 2) + e];
-                        const int distance = end - 1 - (key0 + 8 * j + e);
+                        const int distance = distances[j][e];
                         if (is_general) {
                             score = capped(score * score_scale, args.softcap) -
                                     slope[i % 2] * static_cast<float>(distance);
                             score = distance < window ? score * kLog2e : -INFINITY;
                         }
-                        score = distance >= 0 ? score : -INFINITY;
+                        score = seen >> (8 * j + e) & 1 ? score : -INFINITY;
                     }
                 }
             }

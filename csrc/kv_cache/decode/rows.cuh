@@ -233,16 +233,17 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
         const int head =
             is_query ? segment.kv_head * group + (first_row + row) % group : segment.kv_head;
         const NewRow<T> from = find_row<T>(args, segment, is_query, is_value, token, head);
-        const int position = first_position + token, column = chunk * 8;
+        const int place = first_position + token, column = chunk * 8;
+        const int position = first_position + args.depth_of(segment.batch_idx, token);
 
         Cache* target = nullptr;
         float inverse_scale = 1.0f;
         if (!is_query) {
-            int page = segment.batch_idx, in_page = position;
+            int page = segment.batch_idx, in_page = place;
             if (args.block_table != nullptr) {
                 page = __ldg(args.block_table + segment.batch_idx * args.block_table_stride +
-                             position / args.page_size);
-                in_page = position % args.page_size;
+                             place / args.page_size);
+                in_page = place % args.page_size;
             }
             // No page, no place: the row is dropped (the attention says so in the flag).
             if (!is_index(page, args.num_pages)) {

@@ -48,7 +48,7 @@ _empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
 _OP = "decode_attention"
 _REQUIRED = "q k_cache v_cache cache_seqlens"
 _OPTIONAL = (
-    "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes sinks out "
+    "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes sinks tree_mask out "
     "k_scale_cache v_scale_cache"
 )
 _operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
@@ -71,7 +71,7 @@ def decode_attention(
     return_lse: bool = False, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     deterministic: bool | Literal["batch"] = False, k_scale_cache: torch.Tensor | None = None,
-    v_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One decode step of 1 to 16 new tokens a sequence, in one launch (and a merge where split):
 
@@ -120,9 +120,15 @@ def decode_attention(
         (gpt-oss). -inf is none; +inf takes all of a row (out 0, lse +inf); NaN makes the rows of
         its head that see a key NaN.
     deterministic: "batch": by `flash_attention`, and the bits of a token's row are those that it
-        has alone or in a prompt; neither with k, cos, qkv_bias or num_splits, nor of bytes.
+        has alone or in a prompt; neither with k, cos, qkv_bias, num_splits or tree_mask, nor of
+        bytes.
     k_scale_cache, v_scale_cache: in place of those, a scale for each token and head, as `append_kv`
         writes them: like the caches without head_dim, fp32, any strides. Not with k.
+    tree_mask: (seqlen_q,) or (batch_size, seqlen_q) int32 or int64, read on the device: new token i
+        sees new token j where bit j of word i is set, instead of those up to its own, and all keys
+        before the new ones. Its sequence are those, in their order: it is rotated, and window and
+        ALiBi count, as if it were appended behind the others of them. Drafts of a tree:
+        `ops.trees.tree_mask(parents)`.
 
     Returns out, or (out, lse). Rows without a key are 0, with lse -inf, or of a row that is not
     finished the sink. Two runs give the same
@@ -147,7 +153,7 @@ def decode_attention(
         num_splits = common.check_count(_OP, "num_splits", num_splits)
     tensors = (
         q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
-        v_scale, alibi_slopes, sinks,
+        v_scale, alibi_slopes, sinks, tree_mask,
     )  # fmt: skip
     options = (interleaved, rotary_dim, softmax_scale, left, softcap, num_splits)
     both = (k_scale_cache, v_scale_cache)
@@ -195,8 +201,9 @@ def _given(*arguments: Any) -> DecodeGiven:
 
 def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     """Choose the kernel, its launch shape and its numbers, for arguments that were checked."""
-    (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, sinks, interleaved,
-     rotary_dim, softmax_scale, window_left, softcap, num_splits, out, *_) = given  # fmt: skip
+    (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, sinks, tree_mask,
+     interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, out,
+     *_) = given  # fmt: skip
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     if q.numel() == 0:
@@ -247,6 +254,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         0 if block_table is None else block_table.stride(0),
         0 if cos is None else cos.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        *plans.mask_strides(tree_mask),
         batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, k_cache.shape[0], page_size,
         max_tokens, rotary_dim, *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
         int(bool(interleaved)), int(aligned), split.num_splits, split.parallel,
@@ -304,8 +312,8 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     arguments: those of `DecodeGiven`; is_given: the caller gave out, which may overlap the rest.
     """
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-     alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
-     out, lse, *scales) = arguments  # fmt: skip
+     alibi_slopes, sinks, tree_mask, interleaved, rotary_dim, softmax_scale, window_left, softcap,
+     num_splits, out, lse, *scales) = arguments  # fmt: skip
     at: tuple[int, ...] = (
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cache_seqlens.data_ptr()
     )  # fmt: skip
@@ -316,10 +324,8 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         cache_seqlens.stride(),
     )  # fmt: skip
     # An out that the op made has q's layout and meets nothing.
-    if (
-        k is v is cos is sin is qkv_bias is k_scale is v_scale is alibi_slopes is sinks is None
-        and not scales
-    ):
+    is_bare = k is v is cos is sin is qkv_bias is k_scale is v_scale is None and not scales
+    if is_bare and alibi_slopes is sinks is tree_mask is None:
         if block_table is not None:
             at += (block_table.data_ptr(),)
             key += (block_table.dtype, block_table.shape, block_table.stride())
@@ -359,7 +365,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
                 (
                     out, lse, partial_out, partial_lse, flag, k_cache, v_cache, q, k, v,
                     cache_seqlens, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-                    alibi_slopes, sinks, *numbers,
+                    alibi_slopes, sinks, tree_mask, *numbers,
                 ),
                 **how,
             )  # fmt: skip
@@ -392,9 +398,9 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
 _op = common.define_given(
     "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
     "Tensor? k, Tensor? v, Tensor? block_table, Tensor? cos, Tensor? sin, Tensor? qkv_bias, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, bool interleaved, "
-    "SymInt rotary_dim, float softmax_scale, SymInt window_left, float softcap, int num_splits, "
-    "Tensor(c!) out, Tensor(d!)? lse, Tensor? k_scale_cache=None, Tensor? v_scale_cache=None"
-    ") -> ()",
+    "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, "
+    "bool interleaved, SymInt rotary_dim, float softmax_scale, SymInt window_left, float softcap, "
+    "int num_splits, Tensor(c!) out, Tensor(d!)? lse, Tensor? k_scale_cache=None, "
+    "Tensor? v_scale_cache=None) -> ()",
     DecodeGiven, cuda=_cuda_into, cpu=_cpu_into, check=checks.check,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from . import decode_ordered
 from .decode_plan import MAX_SEQLEN_Q, DecodeGiven
 
 _OP, _ATTENTION = "decode_attention", "flash_attention"
-_NOT_TAKEN = ("k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale")
+_NOT_TAKEN = ("k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale", "tree_mask")
 
 
 def decode_alone(given: DecodeGiven, right: int, return_lse: bool, is_eager: bool) -> Any:

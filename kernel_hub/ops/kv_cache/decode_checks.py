@@ -30,8 +30,8 @@ _MAX_TOKENS = 2**30
 def check(given: DecodeGiven, window_right: Any = 0) -> None:
     """Raise TensorError for whatever does not fit."""
     (q, k_cache, v_cache, cache_seqlens, k, v, _, cos, sin, qkv_bias, _, _,
-     alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
-     out, *_) = given  # fmt: skip
+     alibi_slopes, sinks, tree_mask, interleaved, rotary_dim, softmax_scale, window_left, softcap,
+     num_splits, out, *_) = given  # fmt: skip
     common.check_data(_OP, "q", q, (*common.HALF, torch.float32))
     if q.dim() != 4:
         raise common.refuse(_OP, "q", "shape (batch_size, seqlen_q, num_heads, head_dim)", q)
@@ -62,11 +62,24 @@ def check(given: DecodeGiven, window_right: Any = 0) -> None:
         common.check_like(_OP, "qkv_bias", qkv_bias, (size,), q)
     check_alibi(_OP, alibi_slopes, q, batch_size)
     check_sinks(_OP, sinks, q)
+    _check_mask(tree_mask, q)
     common.check_window(_OP, (window_left, window_right))
     common.check_number(_OP, "softmax_scale", softmax_scale)
     common.check_number(_OP, "softcap", softcap, least=0.0)
     common.check_count(_OP, "num_splits", num_splits)
     common.check_written(_OP, "out", out, q.shape, q)
+
+
+def _check_mask(tree_mask: Any, q: torch.Tensor) -> None:
+    if tree_mask is None:
+        return
+    common.check_tensor(_OP, "tree_mask", tree_mask)
+    batch_size, seqlen_q = q.shape[:2]
+    if tuple(tree_mask.shape) not in ((seqlen_q,), (batch_size, seqlen_q)):
+        expected = f"shape ({seqlen_q},) or ({batch_size}, {seqlen_q})"
+        raise common.refuse(_OP, "tree_mask", expected, tree_mask)
+    words = (torch.int32, torch.int64)
+    common.check_like(_OP, "tree_mask", tree_mask, tree_mask.shape, q, dtypes=words)
 
 
 def _check_caches(given: DecodeGiven) -> None:

@@ -27,6 +27,7 @@ class DecodeGiven(NamedTuple):
     v_scale: Any
     alibi_slopes: Any
     sinks: Any
+    tree_mask: Any
     interleaved: Any
     rotary_dim: Any
     softmax_scale: Any
@@ -137,6 +138,15 @@ VARIANTS = (
     *(Variant("_int8", head_dim, 1, scaled="_int8") for head_dim in (64, 128, 256)),
     *(Variant("_e4m3_tokens", head_dim, 1, scaled="_e4m3_tokens") for head_dim in (128, 256)),
 )  # fmt: skip
+
+
+def mask_strides(tree_mask: Any) -> tuple[int, int]:
+    """Of a tree's mask, in words of 32 bits: between sequences and between tokens."""
+    if tree_mask is None:
+        return 0, 0
+    words = tree_mask.element_size() // 4
+    batch_stride = tree_mask.stride(0) if tree_mask.dim() == 2 else 0
+    return words * batch_stride, words * tree_mask.stride(-1)
 
 
 def merge_stated() -> Stated:

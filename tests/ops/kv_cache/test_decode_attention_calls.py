@@ -247,12 +247,14 @@ def test_the_registered_op_passes_opcheck(device: str) -> None:
     lengths = torch.tensor([7, 0], dtype=torch.int32, device=device)
     table = randn(20, 32)
     lse = torch.empty(2, 4, 1, device=device)
-    for added, last, sinks in (
-        ((None,) * 6, None, None), ((new, new * 2, None, table, table, None), lse, randn(4)),
-    ):  # fmt: skip
+    mask = torch.ones(2, 1, dtype=torch.int64, device=device)
+    for added, last, tables in (
+        ((None,) * 6, None, (None, None)),
+        ((new, new * 2, None, table, table, None), lse, (randn(4), mask)),
+    ):
         rotary_dim = 0 if added[0] is None else 64
         torch.library.opcheck(
             torch.ops.kernel_hub.decode_attention.default,
-            (q, cache, cache.clone(), lengths, *added, None, None, None, sinks, False, rotary_dim,
+            (q, cache, cache.clone(), lengths, *added, None, None, None, *tables, False, rotary_dim,
              0.1, -1, 0.0, 0, torch.empty_like(q), last),
         )  # fmt: skip
