@@ -372,6 +372,15 @@ def _attention_fp8(lot: Lot) -> tuple[Any, ...]:
     return (q, k, v), {"causal": lot.one(True, False), **scales}
 
 
+def _attention_e4m3_caches(lot: Lot) -> tuple[Any, ...]:
+    heads, kv_heads, dim = _heads(lot)
+    batch, held = lot.one(1, 2, 7), lot.log(16, 65536)
+    q = torch.empty(batch, lot.log(1, 1024), heads, dim, dtype=lot.one(*HALF))
+    k, v = (torch.empty(batch, held, kv_heads, dim, dtype=E4M3) for _ in range(2))
+    scales = {n: lot.one(None, torch.empty(kv_heads)) for n in ("k_scale", "v_scale")}
+    return (q, k, v), {"causal": True, "window_size": lot.one((-1, -1), (1023, -1)), **scales}
+
+
 DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "rms_norm": ("rms_norm", _norm), "layer_norm": ("layer_norm", _layer_norm),
     "sample": ("sample", _sample), "sample_slice": ("sample_slice", lambda lot: _sample(lot, 7)),
@@ -396,4 +405,5 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "flash_attention": ("flash_attention", _attention),
     "flash_attention backward": ("flash_attention", _attention),
     "flash_attention fp8": ("flash_attention", _attention_fp8),
+    "flash_attention over e4m3": ("flash_attention", _attention_e4m3_caches),
 }  # fmt: skip

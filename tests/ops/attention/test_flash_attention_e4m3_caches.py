@@ -16,6 +16,7 @@ from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import append_kv, decode_attention, flash_attention
+from kernel_hub.ops.core import bounds
 from kernel_hub.testing.compare import attention_parts_atol, check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_attention
@@ -206,6 +207,28 @@ def test_caches_that_append_kv_wrote(way: Way) -> None:
     chunk = flash_attention(q, k_cache, v_cache, causal=True, **where)
     steps = decode_attention(q[:, 1:], k_cache, v_cache, **where)
     torch.testing.assert_close(chunk[:, 1:], steps, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("page", [-1, 4, 2**31 - 1])
+def test_pages_that_are_not_there_are_zeros(way: Way, page: int) -> None:
+    """And the table is named."""
+    q, pages = way.randn(1, 20, 2, 32, dtype=torch.bfloat16), way.randn(4, 16, 1, 32).to(E4M3)
+    table = torch.tensor([[3, page, 0]], dtype=torch.int32, device=way.device)
+    lengths = torch.tensor([40], dtype=torch.int32, device=way.device)
+    out = flash_attention(q, pages, pages, block_table=table, cache_seqlens=lengths)
+    assert bounds.take(q) == {"flash_attention": ("block_table",)}
+    keys = torch.cat((pages[3], torch.zeros_like(pages[0]), pages[0]))[None, :40]
+    torch.testing.assert_close(out, flash_attention(q, keys, keys), rtol=1e-2, atol=1e-2)
+    assert not bounds.take(q)
+
+
+def test_lengths_beyond_what_is_there_are_clamped(way: Way) -> None:
+    q, k = way.randn(2, 20, 2, 32, dtype=torch.bfloat16), way.randn(2, 40, 1, 32).to(E4M3)
+    lengths = torch.tensor([10**9, -1], dtype=torch.int32, device=way.device)
+    out, lse = flash_attention(q, k, k, cache_seqlens=lengths, return_lse=True)
+    assert bounds.take(q) == {"flash_attention": ("cache_seqlens",)}
+    torch.testing.assert_close(out[:1], flash_attention(q[:1], k[:1], k[:1]), rtol=1e-2, atol=1e-2)
+    assert not bool(out[1].any()) and bool((lse[1] == -torch.inf).all())
 
 
 @pytest.mark.gpu
