@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from call_caches import CACHES
 from call_gated import GATED
 from call_lot import Case as Case
 from call_lot import Lot as Lot
@@ -334,23 +335,6 @@ def _flash_attention_fp8(lot: Lot) -> Case:
     return Case("flash_attention", tensors, outs=("out",), required=("q", "k", "v"))
 
 
-def _flash_attention_e4m3_caches(lot: Lot) -> Case:
-    dtype, q_shape = lot.one(*_HALF), (2, 5, 4, 16)
-    if lot.one(True, False):
-        kv_shape, tables = (7, 4, 2, 16), {"block_table": lot.ints(0, 2, 5, 3).view(2, 2)}
-        tables["cache_seqlens"] = lot.ints(3, 7)
-    else:
-        kv_shape, tables = (2, 7, 2, 16), lot.maybe(("cache_seqlens", lot.ints(3, 7)))
-    scale = lot.randn(2).abs() + 0.1
-    tables |= lot.maybe(("k_scale", scale), ("v_scale", scale + 1), ("sinks", lot.randn(4)))
-    tensors = {
-        "q": lot.randn(*q_shape, dtype=dtype), "k": lot.randn(*kv_shape).to(E4M3),
-        "v": lot.randn(*kv_shape).to(E4M3), **tables, "out": lot.randn(*q_shape, dtype=dtype),
-    }  # fmt: skip
-    options = {"causal": lot.one(True, False), "softcap": lot.one(0.0, 9.0)}
-    return Case("flash_attention", tensors, options, outs=("out",), required=("q", "k", "v"))
-
-
 def _flash_attention_qkvpacked(lot: Lot) -> Case:
     dtype, heads, kv_heads, dim = lot.one(*_HALF), 4, 2, 16
     lead, tables = lot.one(((2, 5), {}), ((9,), {"cu_seqlens": lot.ints(0, 4, 9)}))
@@ -371,6 +355,7 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
 
 # By the name of the op, or of a second way through it.
 CASES: dict[str, Callable[[Lot], Case]] = {
+    **CACHES,
     **GATED,
     **MOE,
     **SOFTMAX,
@@ -380,7 +365,6 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "decode_attention": _decode_attention,
     "flash_attention": _flash_attention,
     "flash_attention fp8": _flash_attention_fp8,
-    "flash_attention over e4m3": _flash_attention_e4m3_caches,
     "flash_attention_qkvpacked": _flash_attention_qkvpacked,
     "gelu": _gelu,
     "gelu_and_mul": _gelu_and_mul,

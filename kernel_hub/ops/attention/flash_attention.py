@@ -15,10 +15,10 @@ import torch
 from ...errors import KernelHubError
 from ..core import common
 from . import checks as checks
-from . import e4m3_caches as e4m3_caches
 from . import eager as run
 from . import fp8 as fp8
 from . import registered as registered
+from .caches import e4m3 as caches
 from .problem import TABLES, Options
 
 _OP, _PACKED = "flash_attention", "flash_attention_qkvpacked"
@@ -146,10 +146,10 @@ def flash_attention(
         if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
             scales = fp8.Scales(q_scale, k_scale, v_scale)
             made, lse = fp8.attention(q, k, v, scales, out, out_dtype, return_lse, options)
-        elif e4m3_caches.is_cache(q, k):
+        elif isinstance(k, torch.Tensor) and k.dtype is fp8.DTYPE and isinstance(q, torch.Tensor):
             fp8.check_unscaled(q_scale=q_scale, out_dtype=out_dtype)
-            cache_scales = e4m3_caches.CacheScales(k_scale, v_scale)
-            made, lse = e4m3_caches.attention(q, k, v, cache_scales, out, return_lse, options)
+            cache_scales = caches.CacheScales(k_scale, v_scale)
+            made, lse = caches.attention(q, k, v, cache_scales, out, return_lse, options)
         else:
             if not (q_scale is k_scale is v_scale is out_dtype is None):
                 fp8.check_unscaled(
@@ -172,7 +172,7 @@ def flash_attention(
         common.check_flags(_OP, return_lse=return_lse, deterministic=deterministic)
         if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
             checks.resolve(_OP, q, k, v, options, dtypes=(fp8.DTYPE,))
-        elif e4m3_caches.is_cache(q, k):
+        elif caches.is_cache(q, k):
             checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=(fp8.DTYPE,))
         else:
             checks.resolve(_OP, q, k, v, options)

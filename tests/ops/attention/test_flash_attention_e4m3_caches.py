@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import random
@@ -12,6 +13,7 @@ import torch
 from attention_cases import Case, Inputs, call, check_lse, make
 from back_to_back import check_back_to_back
 from bits import same_bits
+from emulated_attention import hopper_attention
 from ways import Way
 
 from kernel_hub.errors import TensorError
@@ -21,7 +23,7 @@ from kernel_hub.testing.compare import attention_parts_atol, check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_attention
 
-MODULE: Any = importlib.import_module("kernel_hub.ops.attention.e4m3_caches")
+MODULE: Any = importlib.import_module("kernel_hub.ops.attention.caches.e4m3")
 E4M3 = torch.float8_e4m3fn
 LAYOUTS = ("bshd", "bhsd", "cache", "varlen", "varlen_k", "varlen_cache", "paged", "paged_bhsd",
            "varlen_paged")  # fmt: skip
@@ -137,6 +139,11 @@ def run(case: Case, kind: str, device: str, **more: Any) -> Poisoned:
     return poisoned
 
 
+def hoppers(way: Way, monkeypatch: pytest.MonkeyPatch) -> contextlib.AbstractContextManager[Any]:
+    """Hopper's kernels behind it, emulated as well."""
+    return contextlib.nullcontext() if way.is_gpu else hopper_attention(monkeypatch, 3)
+
+
 # ---- everywhere ----------------------------------------------------------------------------------
 
 
@@ -161,7 +168,8 @@ def test_hoppers_kernels_by_lot(
 ) -> None:
     case, kind, most = drawn(2000 + seed, (64, 128))
     monkeypatch.setattr(MODULE, "most_bytes", most)
-    run(dataclasses.replace(case, alibi=""), kind, hopper_way.device)
+    with hoppers(hopper_way, monkeypatch):
+        run(dataclasses.replace(case, alibi=""), kind, hopper_way.device)
 
 
 @pytest.mark.parametrize("value", ["fp16", "bf16"])
@@ -207,6 +215,20 @@ def test_caches_that_append_kv_wrote(way: Way) -> None:
     chunk = flash_attention(q, k_cache, v_cache, causal=True, **where)
     steps = decode_attention(q[:, 1:], k_cache, v_cache, **where)
     torch.testing.assert_close(chunk[:, 1:], steps, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, "batch"])
+def test_the_bits_of_a_cache_of_16_bits(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, deterministic: Any
+) -> None:
+    """Which holds the same keys, as it can where nothing is scaled."""
+    q = hopper_way.randn(2, 33, 4, 64, dtype=torch.bfloat16)
+    k, v = (hopper_way.randn(2, 150, 2, 64, seed=i).to(E4M3) for i in (1, 2))
+    lengths = torch.tensor([150, 77], dtype=torch.int32, device=hopper_way.device)
+    options = {"causal": True, "cache_seqlens": lengths, "deterministic": deterministic}
+    with hoppers(hopper_way, monkeypatch):
+        found = flash_attention(q, k, v, **options)
+        same_bits(found, flash_attention(q, k.bfloat16(), v.bfloat16(), **options))
 
 
 @pytest.mark.parametrize("page", [-1, 4, 2**31 - 1])

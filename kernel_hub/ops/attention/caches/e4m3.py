@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import KernelHubError
-from ..core import bounds, common
-from ..core.device import device_of
-from ..core.kv_cache import check_aligned
-from ..core.launch import Launch, Plans
-from . import checks as checks
-from . import cpu
-from . import eager as run
-from . import registered as registered
-from .problem import TABLES, Options, Problem
+from ....errors import KernelHubError
+from ...core import bounds, common
+from ...core.device import device_of
+from ...core.kv_cache import check_aligned
+from ...core.launch import Launch, Plans
+from .. import checks as checks
+from .. import cpu
+from .. import eager as run
+from .. import registered as registered
+from ..problem import TABLES, Options, Problem
 
 DTYPE = torch.float8_e4m3fn
 CUBIN = "flash_attention_e4m3_caches"
