@@ -53,6 +53,18 @@ def forward(device: str) -> None:
             call(ragged, make(ragged, device), return_lse=True)
 
 
+def e4m3_caches(device: str) -> None:
+    """Lengths that end within a block, pages, a window; the attention behind is `forward`'s."""
+    for dtype, layout in itertools.product(DTYPES, ("varlen", "cache", "paged")):
+        case = Case(
+            layout, dtype, 64, 4, 2, (150,) * 3, (70, 0, 601), causal=True, window_size=(30, -1)
+        )
+        inputs = make(case, device)
+        inputs.tensors[1:] = [x.to(torch.float8_e4m3fn) for x in inputs.tensors[1:]]
+        scale = torch.ones(2, device=device)
+        call(case, inputs, k_scale=scale, v_scale=scale)
+
+
 def backward(device: str) -> None:
     """The same of the gradients, in any order and deterministic."""
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
@@ -117,7 +129,7 @@ def mla(device: str) -> None:
             )  # fmt: skip
 
 
-CASES: tuple[Callable[[str], None], ...] = (forward, backward, decode, mla)
+CASES: tuple[Callable[[str], None], ...] = (forward, e4m3_caches, backward, decode, mla)
 
 
 def main() -> int:

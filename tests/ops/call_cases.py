@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from call_caches import CACHES
 from call_gated import GATED
 from call_lot import Case as Case
 from call_lot import Lot as Lot
@@ -363,6 +364,7 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
 
 # By the name of the op, or of a second way through it.
 CASES: dict[str, Callable[[Lot], Case]] = {
+    **CACHES,
     **GATED,
     **MOE,
     **SOFTMAX,

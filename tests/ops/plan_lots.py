@@ -363,12 +363,13 @@ def _attention(lot: Lot) -> tuple[Any, ...]:
     return (q, k, lot.rows(*shapes[1][:-1], own, dtype=dtype)), options
 
 
-def _attention_fp8(lot: Lot) -> tuple[Any, ...]:
+def _attention_fp8(lot: Lot, dtype: torch.dtype = E4M3) -> tuple[Any, ...]:
     heads, kv_heads, dim = _heads(lot)
     batch, seqlen = lot.one(1, 2, 7), lot.log(1, 8192)
     shapes = (batch, seqlen, heads, dim), (batch, seqlen, kv_heads, dim)
-    q, k, v = (torch.empty(shapes[i > 0], dtype=E4M3) for i in range(3))
-    scales = {n: lot.one(None, torch.empty(1)) for n in ("q_scale", "k_scale", "v_scale")}
+    q, k, v = (torch.empty(shapes[i > 0], dtype=E4M3 if i else dtype) for i in range(3))
+    names = ("q_scale", "k_scale", "v_scale")[dtype is not E4M3 :]
+    scales = {n: lot.one(None, torch.empty(1)) for n in names}
     return (q, k, v), {"causal": lot.one(True, False), **scales}
 
 
@@ -382,7 +383,6 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "swigluoai_and_mul": ("swigluoai_and_mul", _swigluoai),
     "verify_draft": ("verify_draft", _verify), "verify_tree": ("verify_tree", _tree),
     "copy_blocks": ("copy_blocks", _copies), "cu_seqlens": ("cu_seqlens", _bounds),
-    "embedding": ("embedding", _embedding),
     "pad_input": ("pad_input", lambda lot: _padding(lot, True)),
     "unpad_input": ("unpad_input", lambda lot: _padding(lot, False)), "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge), "moe_route": ("moe_route", _route),
@@ -393,7 +393,8 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "qkv_linear": ("qkv_linear", _qkv), "append_kv": ("append_kv", _append),
     "append_kv normed": ("append_kv", _append_normed),
     "decode_attention": ("decode_attention", _decode), "mla_decode": ("mla_decode", _mla),
-    "flash_attention": ("flash_attention", _attention),
+    "embedding": ("embedding", _embedding), "flash_attention": ("flash_attention", _attention),
     "flash_attention backward": ("flash_attention", _attention),
     "flash_attention fp8": ("flash_attention", _attention_fp8),
+    "flash_attention over e4m3": ("flash_attention", lambda lot: _attention_fp8(lot, HALF[1])),
 }  # fmt: skip

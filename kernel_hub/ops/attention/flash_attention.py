@@ -18,6 +18,7 @@ from . import checks as checks
 from . import eager as run
 from . import fp8 as fp8
 from . import registered as registered
+from .caches import e4m3 as caches
 from .problem import TABLES, Options
 
 _OP, _PACKED = "flash_attention", "flash_attention_qkvpacked"
@@ -66,6 +67,7 @@ def flash_attention(
     k, v: (batch_size, seqlen_k, num_kv_heads, head_dim), dtype and device of q; num_kv_heads
         divides num_heads, and query head h reads head h * num_kv_heads // num_heads. v may have a
         head_dim of its own in the same range (DeepSeek's prefill: 192 and 128); out has v's.
+        Beside a q of 16 bits both may be float8_e4m3fn, a cache as append_kv writes it: below.
     causal: a query sees no key after its own place.
     softmax_scale: None is 1 / sqrt(head_dim).
     window_size: (left, right): how many keys before and after its place a query sees; -1 is all.
@@ -115,6 +117,13 @@ def flash_attention(
         either. head_dim 16 to 256 in multiples of 16, v's too; no window, softcap, alibi,
         block_table, sinks or gradients.
 
+    k_scale, v_scale: also with k and v alone of float8_e4m3fn: what their bytes are multiplied by,
+        fp32, () or (1,) or (num_kv_heads,); None is 1. All options but gradients and the packed
+        form; head_dim (v's too) in multiples of 16, k and v aligned to 16 bytes. The keys that a
+        query may see are written once in q's dtype, rounded, fp16 above 65,504 to inf (memory of
+        the call's own: up to 512 MiB, or what one kv head needs), and attended to from there: for
+        16 queries or fewer `decode_attention` reads the bytes themselves.
+
     Packed tensors are slices: k, v = kv[:, :, 0], kv[:, :, 1].
     Returns out, or (out, lse). A CUDA tensor runs the shipped cubins on torch's current stream; a
     CPU tensor runs a reference in torch. KERNEL_HUB_DEBUG=1 checks lengths and page numbers too,
@@ -137,6 +146,10 @@ def flash_attention(
         if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
             scales = fp8.Scales(q_scale, k_scale, v_scale)
             made, lse = fp8.attention(q, k, v, scales, out, out_dtype, return_lse, options)
+        elif isinstance(k, torch.Tensor) and k.dtype is fp8.DTYPE and isinstance(q, torch.Tensor):
+            fp8.check_unscaled(q_scale=q_scale, out_dtype=out_dtype)
+            cache_scales = caches.CacheScales(k_scale, v_scale)
+            made, lse = caches.attention(q, k, v, cache_scales, out, return_lse, options)
         else:
             if not (q_scale is k_scale is v_scale is out_dtype is None):
                 fp8.check_unscaled(
@@ -159,6 +172,8 @@ def flash_attention(
         common.check_flags(_OP, return_lse=return_lse, deterministic=deterministic)
         if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
             checks.resolve(_OP, q, k, v, options, dtypes=(fp8.DTYPE,))
+        elif caches.is_cache(q, k):
+            checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=(fp8.DTYPE,))
         else:
             checks.resolve(_OP, q, k, v, options)
         raise
