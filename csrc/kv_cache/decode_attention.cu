@@ -32,6 +32,7 @@
 //
 // Variants: dtype x head_dim 64, 128, 256 (smaller ones padded with zeros) x (16 rows a block |
 // rows32: 32 rows, without window, softcap and alibi).
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 has no instructions of its own for them
 // Sources: Dao, "FlashAttention-2", 2023; Dao et al., "Flash-Decoding for long-context inference",
 // 2023.
 

@@ -5,6 +5,7 @@
 // ring of kSlots slots of 8 rows; the queries, the high parts of all and then the low ones. One
 // kernel: 16 rows a block, head_dim up to 128 (columns that are not there are not multiplied).
 // inf among queries, keys and values gives nan, as it has no parts.
+// kernel_hub: not-for: sm89: memory bounds it, and 8.9 has no instructions of its own for it
 
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"

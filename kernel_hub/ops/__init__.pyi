@@ -97,6 +97,7 @@ def flash_attention(
     deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -110,6 +111,7 @@ def flash_attention(
     deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -123,6 +125,7 @@ def flash_attention(
     deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(

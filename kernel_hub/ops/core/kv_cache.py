@@ -161,7 +161,7 @@ def check_cache_scales(
             raise common.refuse(op, argument, expected, scale)
         if like.dtype == torch.float32:
             raise common.refuse(op, argument, "None beside tensors of float32", scale)
-        shape = k_cache.shape[:3]
+        shape = k_cache.shape[:-1]
         common.check_like(op, argument, scale, shape, like, dtypes=(torch.float32,))
         common.check_output(op, argument, scale)
     if len(given) == 1:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from . import decode_sm90 as sm90
 from .decode_batch import decode_alone
 from .decode_cpu import decode_attention as _reference
 from .decode_plan import DecodeGiven
+from .decode_plan import given_of as _given
 
 
 class DecodePlan(NamedTuple):
@@ -189,14 +189,6 @@ def decode_attention(
     elif is_eager and given is not None:
         common.written((out,))
     return out if lse is None else (out, lse)
-
-
-def _given(*arguments: Any) -> DecodeGiven:
-    """Those of a call, whose softmax_scale may be None: its plan alone asks what that is."""
-    given = DecodeGiven(*arguments)
-    if given.softmax_scale is None:
-        return given._replace(softmax_scale=1.0 / math.sqrt(common.last_size(given.q) or 1))
-    return given
 
 
 def _step(given: DecodeGiven, is_aligned: bool) -> Step:

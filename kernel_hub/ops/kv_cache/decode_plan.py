@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from ..core import common
 from ..core.device import Stated, launch_facts
 
 
@@ -51,6 +53,14 @@ class DecodeGiven(NamedTuple):
         """What those kernels take besides; 0 where no scales are a token's."""
         scales = (self.k_scale_cache, self.v_scale_cache) if self.scaled else ()
         return [s for x in scales for s in ((0, 0, 0) if x is None else x.stride())]
+
+
+def given_of(*arguments: Any) -> DecodeGiven:
+    """Those of a call, whose softmax_scale may be None: its plan alone asks what that is."""
+    given = DecodeGiven(*arguments)
+    if given.softmax_scale is None:
+        return given._replace(softmax_scale=1.0 / math.sqrt(common.last_size(given.q) or 1))
+    return given
 
 
 MAX_SEQLEN_Q = 16

@@ -362,7 +362,7 @@ def test_registered(way: Way, of_tokens: bool) -> None:
     q = way.randn(2, 1, 4, 64, dtype=torch.bfloat16)
     torch.library.opcheck(
         torch.ops.kernel_hub.decode_attention.default,
-        (q, *caches.tensors, lengths, None, None, table, None, None, None, *scales[:2], None, None,
+        (q, *caches.tensors, lengths, None, None, table, *[None] * 3, *scales[:2], *[None] * 3,
          False, 0, 0.1, -1, 0.0, 0, torch.empty_like(q), None, *scales[2:]),
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""flash_attention of 16-bit queries over e4m3 caches: by lot against fp64, what it refuses."""
+"""flash_attention of 16-bit queries over caches of e4m3 and int8: by lot against fp64, what it
+refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from kernel_hub.testing.compare import attention_parts_atol, check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_attention
 
-MODULE: Any = importlib.import_module("kernel_hub.ops.attention.caches.e4m3")
+MODULE: Any = importlib.import_module("kernel_hub.ops.attention.caches.widened")
 E4M3 = torch.float8_e4m3fn
 LAYOUTS = ("bshd", "bhsd", "cache", "varlen", "varlen_k", "varlen_cache", "paged", "paged_bhsd",
            "varlen_paged")  # fmt: skip
@@ -293,8 +294,8 @@ def test_registered_ops_pass_opcheck_on_the_cpu() -> None:
     # test_schema multiplies its inputs, which torch cannot in e4m3.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for op, arguments in (
-        (operators.flash_attention_e4m3_caches, given),
-        (operators.flash_attention_e4m3_caches_out, (*given, torch.empty_like(q))),
+        (operators.flash_attention_byte_caches, given),
+        (operators.flash_attention_byte_caches_out, (*given, torch.empty_like(q))),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=checks)
 

@@ -1,7 +1,7 @@
-"""flash_attention of 16-bit queries over e4m3 caches: checks, plan, CPU reference, registration.
+"""flash_attention of 16-bit queries over caches of e4m3 or int8: checks, plan, CPU reference.
 
 Takes q, k, v as (..., tokens, heads, head_dim). One launch of
-csrc/attention/flash_attention_e4m3_caches.cu widens the keys that queries may see to 16 bits, side
+csrc/attention/flash_attention_byte_caches.cu widens the keys that queries may see to 16 bits, side
 by side in memory of the call's own; attention of those follows, as of any others.
 """
 
@@ -14,7 +14,7 @@ import torch
 from ....errors import KernelHubError
 from ...core import bounds, common
 from ...core.device import device_of
-from ...core.kv_cache import check_aligned
+from ...core.kv_cache import BYTES, check_aligned, check_cache_scales
 from ...core.launch import Launch, Plans
 from .. import checks as checks
 from .. import cpu
@@ -22,23 +22,31 @@ from .. import eager as run
 from .. import registered as registered
 from ..problem import TABLES, Options, Problem
 
-DTYPE = torch.float8_e4m3fn
-CUBIN = "flash_attention_e4m3_caches"
+DTYPES = tuple(BYTES)
+CUBIN = "flash_attention_byte_caches"
 # Of a call's own memory, unless the keys and values of one head are more. For tests.
 most_bytes = 1 << 29
 _OP = "flash_attention"
 _UNIT, _THREADS = 16, 256  # bytes a thread reads at once
 _UNITS_PER_BLOCK = 8 * _THREADS
+_SCALES = "k_scale v_scale k_scale_cache v_scale_cache"
 _operands = common.Operands(
-    f"{_OP} over float8_e4m3fn", "q k v", f"k_scale v_scale {' '.join(TABLES)} out"
+    f"{_OP} over caches of bytes", "q k v", f"{_SCALES} {' '.join(TABLES)} out"
 )
 
 
 class CacheScales(NamedTuple):
-    """What the bytes of k and v are multiplied by, as they came."""
+    """What the bytes of k and v are multiplied by, as they came: of heads, or of tokens."""
 
     k: Any
     v: Any
+    k_tokens: Any = None
+    v_tokens: Any = None
+
+    @property
+    def given(self) -> tuple[Any, Any]:
+        """Those of k and of v."""
+        return self[2:] if self.k_tokens is not None else self[:2]
 
 
 class Share(NamedTuple):
@@ -64,20 +72,46 @@ _new = torch.Tensor.new_empty  # by a name of its own, for tests
 
 
 def is_cache(q: Any, k: Any) -> bool:
-    """Whether k is for this module, q being no e4m3."""
-    return isinstance(k, torch.Tensor) and k.dtype is DTYPE and isinstance(q, torch.Tensor)
+    """Whether k is for this module."""
+    return (
+        isinstance(k, torch.Tensor)
+        and k.dtype in DTYPES
+        and isinstance(q, torch.Tensor)
+        and q.dtype is not torch.float8_e4m3fn
+    )
+
+
+def refuse_scales(*of_tokens: Any) -> None:
+    """Where k and v are no caches of bytes, or q is of bytes too."""
+    for argument, scale in zip(_SCALES.split()[2:], of_tokens, strict=True):
+        if scale is not None:
+            expected = "None but with k and v of float8_e4m3fn or int8 beside a q of 16 bits"
+            raise common.refuse(_OP, argument, expected, scale)
+
+
+def tokens_first(layout: str, *of_tokens: Any) -> tuple[Any, ...]:
+    """Scales of tokens, which lie as the tensors of `layout` do, as those of bshd."""
+    return tuple(
+        x.transpose(1, 2) if layout != "bshd" and isinstance(x, torch.Tensor) and x.dim() == 3
+        else x for x in of_tokens
+    )  # fmt: skip
 
 
 def _problem(q: Any, k: Any, v: Any, scales: CacheScales, options: Options) -> Problem:
     """Everything but out, checked."""
-    numbers = checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=(DTYPE,))
+    numbers = checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=DTYPES)
     for argument, x in (("k", k), ("v", v)):
         if x.shape[-1] % _UNIT:
-            expected = f"a head_dim in multiples of {_UNIT} with float8_e4m3fn"
+            expected = f"a head_dim in multiples of {_UNIT} of a cache of bytes"
             raise common.refuse(_OP, argument, expected, x)
         check_aligned(_OP, argument, x)
     kv_heads = k.shape[-2]
+    if not scales.k_tokens is scales.v_tokens is None:
+        check_cache_scales(_OP, k, scales.k, scales.v, q, scales.k_tokens, scales.v_tokens)
+        return run.problem_of(q, k, v, numbers, options)
     for argument, scale in (("k_scale", scales.k), ("v_scale", scales.v)):
+        if scale is None and k.dtype == torch.int8:
+            check_cache_scales(_OP, k, scales.k, scales.v, q)  # names it
         if scale is None:
             continue
         common.check_fp32(_OP, argument, scale, q)
@@ -94,8 +128,11 @@ def _token_strides(x: torch.Tensor) -> tuple[int, int, int]:
     return 0 if x.dim() == 3 else x.stride(0), x.stride(-3), x.stride(-2)
 
 
-def _scale_stride(scale: torch.Tensor | None) -> int:
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+def _scale_strides(scale: torch.Tensor | None) -> tuple[int, ...]:
+    """(page or sequence, token, head); 0 where there is one scale for all of them."""
+    if scale is None or (scale.dim() < 2 and scale.numel() == 1):
+        return (0, 0, 0)
+    return (*(0,) * (3 - scale.dim()), *scale.stride())
 
 
 def _shares(problem: Problem, scales: CacheScales) -> tuple[Share, ...]:
@@ -122,11 +159,11 @@ def _shares(problem: Problem, scales: CacheScales) -> tuple[Share, ...]:
         units = heads * max(q.shape[-1], v.shape[-1]) // _UNIT
         tokens = max(1, _UNITS_PER_BLOCK // units)
         numbers = (
-            *_token_strides(k), *_token_strides(v), _scale_stride(scales.k),
-            _scale_stride(scales.v), 0 if table is None else table.stride(0),
+            *_token_strides(k), *_token_strides(v), *_scale_strides(scales.given[0]),
+            *_scale_strides(scales.given[1]), 0 if table is None else table.stride(0),
             problem.batch_size, seqlen_q, rows, *problem.totals, heads,
             k.shape[1] if is_paged else 1, k.shape[0] if is_paged else 1, q.shape[-1], v.shape[-1],
-            problem.window[0], tokens,
+            problem.window[0], tokens, int(k.dtype == torch.int8),
         )  # fmt: skip
         grid = (-(-rows // tokens), min(problem.batch_size, common.MAX_GRID_Y), 2)
         widen = Launch()
@@ -211,7 +248,7 @@ def _widened(
     keys, values = _new(q, share.k_shape), _new(q, share.v_shape)
     heads = share.kv_heads
     function, grid, block, shared_bytes, numbers, _, how = share.widen
-    of_heads = [x if x is None or x.numel() == 1 else x[heads] for x in scales]
+    of_heads = [x if x is None or x.numel() == 1 else _of_heads(x, heads) for x in scales.given]
     params = (
         keys, values, bounds.flag(_OP, q), k[..., heads, :], v[..., heads, :], *of_heads,
         options.cu_seqlens_q, options.cu_seqlens_k, options.cache_seqlens, options.block_table,
@@ -240,14 +277,17 @@ def _cpu_forward(
     lse = run.new_lse(q) if need_lse else None
     if out.numel():
         checks.check_values(_OP, problem, is_strict=False)
-        cpu.forward(problem._replace(k=_scaled(k, scales.k), v=_scaled(v, scales.v)), out, lse)
+        keys, values = map(_scaled, (k, v), scales.given)
+        cpu.forward(problem._replace(k=keys, v=values), out, lse)
     return out, lse
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """x * scale in fp32."""
     values = x.float()
-    return values if scale is None else values * scale.reshape(-1, 1)
+    if scale is None:
+        return values
+    return values * (scale.reshape(-1, 1) if scale.dim() < 2 else scale[..., None])
 
 
 def _check_out(problem: Problem, out: Any, options: Options, scales: CacheScales) -> None:
@@ -295,15 +335,13 @@ def _registered_out_fake(q: Any, k: Any, v: Any, *given: Any) -> torch.Tensor:
     return run.registered_lse(q, run.new_lse(q) if need_lse else None)
 
 
-_SCALES = "Tensor? k_scale, Tensor? v_scale"
+_GIVEN = ", ".join(["Tensor q", "Tensor k", "Tensor v", *map("Tensor? {}".format, _SCALES.split())])
 _op = registered.define(
-    f"flash_attention_e4m3_caches(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
-    "bool need_lse) -> (Tensor, Tensor)",
+    f"{CUBIN}({_GIVEN}, {registered.OPTIONS}, bool need_lse) -> (Tensor, Tensor)",
     _registered, _registered_fake,
 )  # fmt: skip
 _out_op = registered.define(
-    f"flash_attention_e4m3_caches_out(Tensor q, Tensor k, Tensor v, {_SCALES}, "
-    f"{registered.OPTIONS}, bool need_lse, Tensor(a!) out) -> Tensor",
+    f"{CUBIN}_out({_GIVEN}, {registered.OPTIONS}, bool need_lse, Tensor(a!) out) -> Tensor",
     _registered_out, _registered_out_fake,
 )  # fmt: skip
 

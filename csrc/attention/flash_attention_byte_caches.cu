@@ -1,21 +1,24 @@
-// Keys and values of e4m3 caches as 16 bits, side by side: what attention of many queries reads.
+// Keys and values of caches of bytes, e4m3 or int8, as 16 bits, side by side: what attention of
+// many queries reads.
 //
-//   k_out[b, i] = e4m3(k[page of token i of sequence b]) * k_scale[head], rounded to T; so v_out
-// for the tokens i that a query of the sequence may see: those of its length and, with a window, no
-// more than kMargin before the first. Other rows of k_out and v_out are not written. Pages that
-// are not there are zeros, and reported. With cu_seqlens_k rows stay where they are.
+//   k_out[b, i] = k[page of token i of sequence b] * scale of its head, or of the token and head,
+// rounded to T; so v_out for the tokens i that a query of the sequence may see: those of its length
+// and, with a window, no more than kMargin before the first. Other rows of k_out and v_out are not
+// written. Pages that are not there are zeros, and reported. With cu_seqlens_k rows stay where they
+// are.
 //
 // Parallelisation: 256 threads, a thread kAhead units of 16 bytes at a time; gridDim.x steps of
 // tokens_per_block tokens of the longest sequence, gridDim.y sequences, gridDim.z k and v. Blocks
 // behind a sequence's length end at once. No shared memory. A byte is read once and two are
 // written, which the attention behind finds in the L2 where they fit.
-//   flash_attention_e4m3_caches_{dtype}   head_dim a multiple of 16, rows aligned to 16 bytes
+//   flash_attention_byte_caches_{dtype}   head_dim a multiple of 16, rows aligned to 16 bytes
 // Source: Micikevicius et al., "FP8 formats for deep learning", 2022 (e4m3).
 // kernel_hub: not-for: sm89: memory bounds it, and 8.9 runs sm80's, whose conversion is of integers
 
 #include "attention/lengths.cuh"
 #include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/follow_launch.cuh"
+#include "kernel_hub/int8.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 
@@ -23,7 +26,7 @@ namespace kernel_hub::attention {
 
 constexpr int kWidenThreads = 256;
 constexpr int kAhead = 4;     // reads before the writes
-constexpr int kUnit = 16;     // bytes of e4m3
+constexpr int kUnit = 16;     // bytes of a cache
 constexpr int kMargin = 256;  // keys of a tile: what is masked is multiplied by 0, and is no NaN
 
 // Keys, or values.
@@ -31,8 +34,9 @@ template <typename T>
 struct Side {
     T* out;                // (rows, num_kv_heads, head_dim)
     const uint8_t* cache;  // (pages or batch_size, tokens, num_kv_heads, head_dim)
-    const float* scale;    // (num_kv_heads,), or null
-    int64_t page_stride, token_stride, head_stride, scale_stride;
+    const float* scale;    // (pages or batch_size, tokens, num_kv_heads), or null
+    int64_t page_stride, token_stride, head_stride;
+    int64_t scale_page_stride, scale_token_stride, scale_head_stride;  // 0 where they are one's
     int head_dim;
 };
 
@@ -41,30 +45,32 @@ struct CacheTables {
     const int *cu_seqlens_q, *cu_seqlens_k, *cache_seqlens, *block_table;
     int64_t block_table_stride;
     int batch_size, seqlen_q, seqlen_k, total_q, total_k, num_kv_heads, page_size, num_pages;
-    int window_left, tokens_per_block;
+    int window_left, tokens_per_block, is_int8;
 };
 
-// Where 16 bytes of a token are; null: on a page that is not there.
-template <typename T>
-__device__ __forceinline__ const uint8_t* find_bytes(const CacheTables& p, const Side<T>& side,
-                                                     int batch, int row) {
+// Where a token is; page < 0: on a page that is not there.
+struct TokenPlace {
+    int page, row;
+};
+
+__device__ __forceinline__ TokenPlace find_token(const CacheTables& p, int batch, int row) {
     if (p.cu_seqlens_k) {
-        return side.cache + row * side.token_stride;
+        return {0, row};
     }
     if (!p.block_table) {
-        return side.cache + batch * side.page_stride + row * side.token_stride;
+        return {batch, row};
     }
     const int page = __ldg(p.block_table + batch * p.block_table_stride + row / p.page_size);
     if (!is_index(page, p.num_pages)) {
         report(p.flag, kPagesOutside);
-        return nullptr;
+        return {-1, 0};
     }
-    return side.cache + page * side.page_stride + row % p.page_size * side.token_stride;
+    return {page, row % p.page_size};
 }
 
 template <typename T>
-__device__ __forceinline__ uint32_t widen_pair(uint32_t bytes, float scale) {
-    const uint32_t halves = e4m3x2_to_half2(bytes);
+__device__ __forceinline__ uint32_t widen_pair(uint32_t bytes, int is_int8, float scale) {
+    const uint32_t halves = is_int8 ? int8x2_to<__half>(bytes) : e4m3x2_to_half2(bytes);
     const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&halves));
     return pack2<T>(pair.x * scale, pair.y * scale);
 }
@@ -96,13 +102,17 @@ __device__ __forceinline__ void widen(const CacheTables& p, const Side<T>& side,
                 const int row = keys.start + begin + unit / units_per_token;
                 const int in_token = unit % units_per_token;
                 const int head = in_token / chunks, chunk = in_token % chunks;
-                const uint8_t* source = find_bytes(p, side, batch, row);
-                if (source) {
-                    source += head * side.head_stride + chunk * kUnit;
+                const TokenPlace at = find_token(p, batch, row);
+                if (at.page >= 0) {
+                    const uint8_t* source = side.cache + at.page * side.page_stride +
+                                            at.row * side.token_stride + head * side.head_stride +
+                                            chunk * kUnit;
                     bytes[i] = __ldg(reinterpret_cast<const uint4*>(source));
-                }
-                if (side.scale) {
-                    scales[i] = __ldg(side.scale + head * side.scale_stride);
+                    if (side.scale) {
+                        scales[i] =
+                            __ldg(side.scale + at.page * side.scale_page_stride +
+                                  at.row * side.scale_token_stride + head * side.scale_head_stride);
+                    }
                 }
             }
         }
@@ -117,8 +127,8 @@ __device__ __forceinline__ void widen(const CacheTables& p, const Side<T>& side,
                 uint32_t wide[8];
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    wide[2 * e] = widen_pair<T>(words[e] & 0xffff, scales[i]);
-                    wide[2 * e + 1] = widen_pair<T>(words[e] >> 16, scales[i]);
+                    wide[2 * e] = widen_pair<T>(words[e] & 0xffff, p.is_int8, scales[i]);
+                    wide[2 * e + 1] = widen_pair<T>(words[e] >> 16, p.is_int8, scales[i]);
                 }
                 out[0] = make_uint4(wide[0], wide[1], wide[2], wide[3]);
                 out[1] = make_uint4(wide[4], wide[5], wide[6], wide[7]);
@@ -127,21 +137,23 @@ __device__ __forceinline__ void widen(const CacheTables& p, const Side<T>& side,
     }
 }
 
-#define EXPORT_E4M3_CACHES(DTYPE, T)                                                               \
+#define EXPORT_BYTE_CACHES(DTYPE, T)                                                               \
     DESCRIBED(                                                                                     \
-        flash_attention_e4m3_caches_##DTYPE,                                                       \
+        flash_attention_byte_caches_##DTYPE,                                                       \
         "x: steps of tokens_per_block keys, y: sequences, z: k and v", (.threads = kWidenThreads), \
         extern "C" __global__ void                                                                 \
-        __launch_bounds__(kWidenThreads) flash_attention_e4m3_caches_##DTYPE(                      \
-            T* k_out, T* v_out, int* flag, const __nv_fp8_e4m3* k, const __nv_fp8_e4m3* v,         \
-            const float* k_scale, const float* v_scale, const int* cu_seqlens_q,                   \
-            const int* cu_seqlens_k, const int* cache_seqlens, const int* block_table,             \
-            int64_t k_page_stride, int64_t k_token_stride, int64_t k_head_stride,                  \
-            int64_t v_page_stride, int64_t v_token_stride, int64_t v_head_stride,                  \
-            int64_t k_scale_stride, int64_t v_scale_stride, int64_t block_table_stride,            \
-            int batch_size, int seqlen_q, int seqlen_k, int total_q, int total_k,                  \
-            int num_kv_heads, int page_size, int num_pages, int head_dim, int head_dim_v,          \
-            int window_left, int tokens_per_block) {                                               \
+        __launch_bounds__(kWidenThreads) flash_attention_byte_caches_##DTYPE(                      \
+            T* k_out, T* v_out, int* flag, const void* k, const void* v, const float* k_scale,     \
+            const float* v_scale, const int* cu_seqlens_q, const int* cu_seqlens_k,                \
+            const int* cache_seqlens, const int* block_table, int64_t k_page_stride,               \
+            int64_t k_token_stride, int64_t k_head_stride, int64_t v_page_stride,                  \
+            int64_t v_token_stride, int64_t v_head_stride, int64_t k_scale_page_stride,            \
+            int64_t k_scale_token_stride, int64_t k_scale_head_stride,                             \
+            int64_t v_scale_page_stride, int64_t v_scale_token_stride,                             \
+            int64_t v_scale_head_stride, int64_t block_table_stride, int batch_size, int seqlen_q, \
+            int seqlen_k, int total_q, int total_k, int num_kv_heads, int page_size,               \
+            int num_pages, int head_dim, int head_dim_v, int window_left, int tokens_per_block,    \
+            int is_int8) {                                                                         \
             const CacheTables tables{flag,         cu_seqlens_q,                                   \
                                      cu_seqlens_k, cache_seqlens,                                  \
                                      block_table,  block_table_stride,                             \
@@ -149,24 +161,28 @@ __device__ __forceinline__ void widen(const CacheTables& p, const Side<T>& side,
                                      seqlen_k,     total_q,                                        \
                                      total_k,      num_kv_heads,                                   \
                                      page_size,    num_pages,                                      \
-                                     window_left,  tokens_per_block};                              \
+                                     window_left,  tokens_per_block,                               \
+                                     is_int8};                                                     \
             const bool is_v = blockIdx.z == 1;                                                     \
-            const Side<T> side{.out = is_v ? v_out : k_out,                                        \
-                               .cache = reinterpret_cast<const uint8_t*>(is_v ? v : k),            \
-                               .scale = is_v ? v_scale : k_scale,                                  \
-                               .page_stride = is_v ? v_page_stride : k_page_stride,                \
-                               .token_stride = is_v ? v_token_stride : k_token_stride,             \
-                               .head_stride = is_v ? v_head_stride : k_head_stride,                \
-                               .scale_stride = is_v ? v_scale_stride : k_scale_stride,             \
-                               .head_dim = is_v ? head_dim_v : head_dim};                          \
+            const Side<T> side{                                                                    \
+                .out = is_v ? v_out : k_out,                                                       \
+                .cache = static_cast<const uint8_t*>(is_v ? v : k),                                \
+                .scale = is_v ? v_scale : k_scale,                                                 \
+                .page_stride = is_v ? v_page_stride : k_page_stride,                               \
+                .token_stride = is_v ? v_token_stride : k_token_stride,                            \
+                .head_stride = is_v ? v_head_stride : k_head_stride,                               \
+                .scale_page_stride = is_v ? v_scale_page_stride : k_scale_page_stride,             \
+                .scale_token_stride = is_v ? v_scale_token_stride : k_scale_token_stride,          \
+                .scale_head_stride = is_v ? v_scale_head_stride : k_scale_head_stride,             \
+                .head_dim = is_v ? head_dim_v : head_dim};                                         \
             follow_launch_before();                                                                \
             for (int batch = blockIdx.y; batch < batch_size; batch += gridDim.y) {                 \
                 widen(tables, side, batch);                                                        \
             }                                                                                      \
         })
 
-// {op}_e4m3_caches_{dtype}
-EXPORT_E4M3_CACHES(fp16, __half)
-EXPORT_E4M3_CACHES(bf16, __nv_bfloat16)
+// {op}_byte_caches_{dtype}
+EXPORT_BYTE_CACHES(fp16, __half)
+EXPORT_BYTE_CACHES(bf16, __nv_bfloat16)
 
 }  // namespace kernel_hub::attention
