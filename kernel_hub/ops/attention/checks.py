@@ -170,9 +170,12 @@ def _bound(op: str, argument: str, value: Any, rows: int, lengths_vary: bool) ->
 
 
 # In the order in which calls that were planned read addresses.
-_writes = common.Writes(
-    "flash_attention", f"q k v out {' '.join(TABLES)} q_scale k_scale v_scale", "out"
-)
+_SCALES = "q_scale k_scale v_scale k_scale_cache v_scale_cache"
+_writes = common.Writes("flash_attention", f"q k v out {' '.join(TABLES)} {_SCALES}", "out")
+
+
+def _all_scales(scales: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*scales, *[None] * (len(_SCALES.split()) - len(scales)))
 
 
 def spans_of(
@@ -180,7 +183,7 @@ def spans_of(
     scales: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> common.Spans:  # fmt: skip
     """How far the tensors of a call reach; None for an out of its own, which meets nothing."""
-    return _writes.spans(q, k, v, out, *options.tables, *scales)
+    return _writes.spans(q, k, v, out, *options.tables, *_all_scales(scales))
 
 
 def check_out(
@@ -190,7 +193,7 @@ def check_out(
     """`out` must be like q with v's head_dim, or of `dtypes`, and share no memory with the inputs
     (or itself)."""
     check_out_layout(op, out, q, v, dtypes)
-    tensors = (q, k, v, out, *options.tables, *scales)
+    tensors = (q, k, v, out, *options.tables, *_all_scales(scales))
     if common.is_plain(*tensors):  # they have memory
         _writes.check(*tensors)
 

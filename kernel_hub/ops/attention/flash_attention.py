@@ -183,7 +183,7 @@ def flash_attention(
         if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
             checks.resolve(_OP, q, k, v, options, dtypes=(fp8.DTYPE,))
         elif caches.is_cache(q, k):
-            checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=caches.DTYPES)
+            checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=(k.dtype,))
         else:
             checks.resolve(_OP, q, k, v, options)
         raise

@@ -150,9 +150,12 @@ def check_caches(
 
 def check_cache_scales(
     op: str, k_cache: torch.Tensor, k_scale: Any, v_scale: Any, like: torch.Tensor,
-    k_scale_cache: Any = None, v_scale_cache: Any = None,
+    k_scale_cache: Any = None, v_scale_cache: Any = None, *, is_written: bool = False,
 ) -> None:  # fmt: skip
-    """Scales of caches of bytes: where given, (num_kv_heads,) fp32, or of tokens; int8 has some."""
+    """Scales of caches of bytes: where given, (num_kv_heads,) fp32, or of tokens; int8 has some.
+
+    is_written: those of tokens are.
+    """
     token_scales = {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
     given = {argument: x for argument, x in token_scales.items() if x is not None}
     for argument, scale in given.items():
@@ -161,9 +164,11 @@ def check_cache_scales(
             raise common.refuse(op, argument, expected, scale)
         if like.dtype == torch.float32:
             raise common.refuse(op, argument, "None beside tensors of float32", scale)
-        shape = k_cache.shape[:-1]
-        common.check_like(op, argument, scale, shape, like, dtypes=(torch.float32,))
-        common.check_output(op, argument, scale)
+        common.check_fp32(op, argument, scale, like)
+        if scale.shape != k_cache.shape[:-1]:
+            raise common.refuse(op, argument, f"shape {tuple(k_cache.shape[:-1])}", scale)
+        if is_written:
+            common.check_output(op, argument, scale)
     if len(given) == 1:
         missing = next(iter(token_scales.keys() - given))
         there = next(iter(given))
@@ -179,7 +184,7 @@ def check_cache_scales(
         if k_cache.dtype not in BYTES:
             expected = f"None for a cache of {str(k_cache.dtype).removeprefix('torch.')}"
             raise common.refuse(op, argument, expected, scale)
-        shape = (k_cache.shape[2],)
+        shape = (k_cache.shape[-2],)
         common.check_like(op, argument, scale, shape, like, dtypes=(torch.float32,))
 
 

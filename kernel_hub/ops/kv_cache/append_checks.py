@@ -88,7 +88,8 @@ def check(given: AppendGiven, op: str = _OP) -> None:
         raise common.refuse(_OP, "k", expected, k)
     dtypes = (k.dtype, *BYTES) if k.dtype in common.HALF else (k.dtype, torch.float8_e4m3fn)
     check_caches(_OP, k_cache, v_cache, k.shape[-2:], k, dtypes)
-    check_cache_scales(_OP, k_cache, k_scale, v_scale, k, given.k_scale_cache, given.v_scale_cache)
+    scales = k_scale, v_scale, k, given.k_scale_cache, given.v_scale_cache
+    check_cache_scales(_OP, k_cache, *scales, is_written=True)
     tokens.check_places(k_cache, cu_seqlens, block_table, slot_mapping)
     if q is not None:
         common.check_tensor(_OP, "q", q)

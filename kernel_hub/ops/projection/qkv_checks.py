@@ -143,9 +143,8 @@ def _check_targets(given: QkvGiven, tokens: Tokens) -> None:
                 raise common.refuse(OP, argument, expected, getattr(given, argument))
         heads = (given.num_kv_heads, head_dim)
         check_caches(OP, k_cache, given.v_cache, heads, x, (x.dtype, *BYTES))
-        check_cache_scales(
-            OP, k_cache, given.k_scale, given.v_scale, x, given.k_scale_cache, given.v_scale_cache
-        )
+        scales = given.k_scale, given.v_scale, x, given.k_scale_cache, given.v_scale_cache
+        check_cache_scales(OP, k_cache, *scales, is_written=True)
         if x.dim() == 2 and given.cu_seqlens is None and given.slot_mapping is None:
             expected = "cu_seqlens or slot_mapping with it, or shape (batch, seqlen, hidden_size)"
             raise common.refuse(OP, "x", expected, x)

@@ -25,11 +25,12 @@ from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_attention
 
 MODULE: Any = importlib.import_module("kernel_hub.ops.attention.caches.widened")
-E4M3 = torch.float8_e4m3fn
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 LAYOUTS = ("bshd", "bhsd", "cache", "varlen", "varlen_k", "varlen_cache", "paged", "paged_bhsd",
            "varlen_paged")  # fmt: skip
 LENGTHS = (0, 1, 15, 16, 17, 33, 63, 64, 65, 100, 129)
-SCALES = ("none", "tensor", "one", "heads", "strided heads", "k", "v")
+SCALES = ("none", "tensor", "one", "heads", "strided heads", "k", "v", "tokens", "strided tokens")
+STEP = 1 / 40  # of int8
 
 
 def drawn(seed: int, head_dims: tuple[int, ...] = (16, 32, 64, 128)) -> tuple[Case, str, int]:
@@ -59,28 +60,43 @@ def drawn(seed: int, head_dims: tuple[int, ...] = (16, 32, 64, 128)) -> tuple[Ca
     return case, lot.choice(SCALES), lot.choice((1 << 29, 1 << 29, 1))
 
 
-def scales_of(kind: str, heads: int, seed: int, device: str) -> dict[str, torch.Tensor]:
-    """Around 1/2; what there is of k_scale and v_scale."""
+def dtype_of(kind: str, seed: int) -> torch.dtype:
+    """Of the caches: int8 has both scales."""
+    return INT8 if seed % 2 and kind not in ("none", "k", "v") else E4M3
+
+
+def scales_of(
+    kind: str, seed: int, caches: tuple[torch.Tensor, torch.Tensor], heads: int
+) -> dict[str, torch.Tensor]:
+    """Around 1/2, of int8 by STEP; what there is of scales, those of tokens that are not NaN."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name in ("k", "v"):
+    for name, cache in zip("kv", caches, strict=True):
         if kind == "none" or (kind in ("k", "v") and kind != name):
             continue
-        shape = {"tensor": (), "one": (1,)}.get(kind, (heads,))
+        of_tokens = "tokens" in kind
+        shape = {"tensor": (), "one": (1,)}.get(kind, cache.shape[:-1] if of_tokens else (heads,))
         scale = 0.5 * 2.0 ** (2 * torch.rand(shape, generator=generator) - 1)
-        scale = scale.to(device)
-        if kind == "strided heads":
+        if dtype_of(kind, seed) == INT8:
+            scale *= STEP
+        scale = scale.to(cache.device)
+        if of_tokens:
+            scale[cache.isnan().any(-1)] = float("nan")
+        if "strided" in kind:
             scale = torch.stack((scale, torch.full_like(scale, float("nan"))), -1)[..., 0]
-        found[f"{name}_scale"] = scale
+        found[f"{name}_scale{'_cache' * of_tokens}"] = scale
     return found
 
 
-def padded(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """x in e4m3, now and then in rows that lie apart, NaN between them."""
-    x = x.to(E4M3)
+def padded(x: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """x in bytes, now and then in rows that lie apart, NaN, or the most there is, between them."""
+    none = 127.0 if dtype == INT8 else float("nan")
+    if dtype == INT8:
+        x = (x / STEP).nan_to_num(none).round().clamp(-127, 127)
+    x = x.to(dtype)
     if seed % 3:
         return x
-    room = torch.full((*x.shape[:-1], x.shape[-1] + 16), float("nan"), device=x.device).to(E4M3)
+    room = torch.full((*x.shape[:-1], x.shape[-1] + 16), none, device=x.device).to(dtype)
     room[..., : x.shape[-1]] = x
     return room[..., : x.shape[-1]]
 
@@ -89,6 +105,8 @@ def dequantised(x: torch.Tensor, scale: torch.Tensor | None, layout: str) -> tor
     """In fp64."""
     if scale is None:
         return x.double()
+    if scale.dim() > 1:
+        return x.double() * scale.double()[..., None]
     factor = scale.double().reshape(-1, 1, 1) if "bhsd" in layout else scale.double().reshape(-1, 1)
     return x.double() * factor
 
@@ -108,10 +126,11 @@ def run(case: Case, kind: str, device: str, **more: Any) -> Poisoned:
     """Hold a case against fp64 of what its bytes are times its scales."""
     inputs = make(case, device)
     q, k, v = inputs.tensors
-    caches = padded(k, case.seed), padded(v, case.seed + 1)
-    scales = scales_of(kind, case.num_kv_heads, case.seed, device)
+    byte = dtype_of(kind, case.seed)
+    caches = padded(k, case.seed, byte), padded(v, case.seed + 1, byte)
+    scales = scales_of(kind, case.seed, (k, v), case.num_kv_heads)
     values = [
-        dequantised(x, scales.get(f"{name}_scale"), case.layout)
+        dequantised(x, scales.get(f"{name}_scale", scales.get(f"{name}_scale_cache")), case.layout)
         for name, x in zip("kv", caches, strict=True)
     ]
     dtype = case.torch_dtype
@@ -173,13 +192,14 @@ def test_hoppers_kernels_by_lot(
         run(dataclasses.replace(case, alibi=""), kind, hopper_way.device)
 
 
+@pytest.mark.parametrize("byte", [E4M3, INT8], ids=["e4m3", "int8"])
 @pytest.mark.parametrize("value", ["fp16", "bf16"])
-def test_every_byte_is_exact(way: Way, value: str) -> None:
+def test_every_byte_is_exact(way: Way, value: str, byte: torch.dtype) -> None:
     """A single key of each row: out is its value, bit for bit."""
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[value]
-    v = torch.arange(256, dtype=torch.uint8).view(E4M3).reshape(1, 1, 8, 32).to(way.device)
-    q = way.randn(1, 1, 8, 32, dtype=dtype)
-    out = flash_attention(q, torch.zeros_like(v), v)
+    v = torch.arange(256, dtype=torch.uint8).view(byte).reshape(1, 1, 8, 32).to(way.device)
+    q, one = way.randn(1, 1, 8, 32, dtype=dtype), torch.ones(1, device=way.device)
+    out = flash_attention(q, torch.zeros_like(v), v, k_scale=one, v_scale=one)
     torch.testing.assert_close(out, v.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -196,16 +216,20 @@ def test_keys_before_a_window_are_left_alone(way: Way, monkeypatch: pytest.Monke
         assert not bool(written.all(-1).any())
 
 
-def test_caches_that_append_kv_wrote(way: Way) -> None:
+@pytest.mark.parametrize("byte", [E4M3, INT8], ids=["e4m3", "int8"])
+@pytest.mark.parametrize("of_tokens", [False, True], ids=["heads", "tokens"])
+def test_caches_that_append_kv_wrote(way: Way, byte: torch.dtype, of_tokens: bool) -> None:
     """A chunk of 17 by flash_attention, 16 of it by decode_attention: one cache."""
     kv_heads, head_dim, page_size, held = 2, 64, 16, 70
-    pages = torch.zeros(8, page_size, kv_heads, head_dim, device=way.device).to(E4M3)
+    pages = torch.zeros(8, page_size, kv_heads, head_dim, device=way.device).to(byte)
     k_cache, v_cache = pages.clone(), pages.clone()
     table = torch.tensor([[5, 2, 0, 7, 1, 3]], dtype=torch.int32, device=way.device)
     scales = {
         "k_scale": torch.tensor([0.02, 0.05], device=way.device),
         "v_scale": torch.tensor([0.03, 0.01], device=way.device),
     }
+    if of_tokens:
+        scales = {f"{name}_cache": pages.new_zeros(pages.shape[:3]).float() for name in scales}
     k = way.randn(1, held, kv_heads, head_dim, dtype=torch.bfloat16, seed=1)
     v = way.randn(1, held, kv_heads, head_dim, dtype=torch.bfloat16, seed=2)
     empty = torch.zeros(1, dtype=torch.int32, device=way.device)
@@ -289,15 +313,17 @@ def test_compiled_on_the_cpu() -> None:
 
 def test_registered_ops_pass_opcheck_on_the_cpu() -> None:
     q, k, v = small()
-    given = (q, k, v, torch.tensor(0.5), None, True, 0.1, [-1, -1], 0.0, *[None] * 8, False, True)
+    options = (True, 0.1, [-1, -1], 0.0, *[None] * 8, False, True)
     operators = torch.ops.kernel_hub
     # test_schema multiplies its inputs, which torch cannot in e4m3.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    for op, arguments in (
-        (operators.flash_attention_byte_caches, given),
-        (operators.flash_attention_byte_caches_out, (*given, torch.empty_like(q))),
-    ):
-        torch.library.opcheck(op.default, arguments, test_utils=checks)
+    for scales in ((torch.tensor(0.5), *[None] * 3), (None, None, *[ONES(2, 30, 2)] * 2)):
+        given = (q, k, v, *scales, *options)
+        for op, arguments in (
+            (operators.flash_attention_byte_caches, given),
+            (operators.flash_attention_byte_caches_out, (*given, torch.empty_like(q))),
+        ):
+            torch.library.opcheck(op.default, arguments, test_utils=checks)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -318,6 +344,15 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("k_scale", {"k_scale": ONES(2, 2)}),
     ("v_scale", {"v_scale": ONES(2).double()}),
     ("v_scale", {"v_scale": ONES(2, device="meta")}),
+    ("v_scale_cache", {"k_scale_cache": ONES(2, 30, 2)}),
+    ("v_scale", {"k_scale_cache": ONES(2, 30, 2), "v_scale_cache": ONES(2, 30, 2),
+                 "v_scale": ONES(2)}),
+    ("v_scale_cache", {"k_scale_cache": ONES(2, 30, 2), "v_scale_cache": ONES(2, 30, 1)}),
+    ("k_scale", dict.fromkeys(("k", "v"), torch.zeros(2, 30, 2, 64).to(INT8))),
+    ("v_scale", {"k_scale": ONES(2)} | dict.fromkeys("kv", torch.zeros(2, 30, 2, 64).to(INT8))),
+    ("v", {"v": torch.zeros(2, 30, 2, 64).to(INT8)}),
+    ("k_scale_cache", {"k_scale_cache": ONES(2, 30, 2),
+                       **dict.fromkeys("kv", torch.zeros(2, 30, 2, 64).bfloat16())}),
     ("out", {"out": torch.zeros(2, 20, 4, 64).half()}),
     ("sinks", {"sinks": ONES(3)}),
     ("cache_seqlens", {"cache_seqlens": ONES(2)}),
@@ -334,7 +369,7 @@ def test_refusals(argument: str, more: dict[str, Any]) -> None:
 
 def test_gradients_are_refused() -> None:
     q, k, v = small()
-    with pytest.raises(TensorError, match=r"over float8_e4m3fn: q: "):
+    with pytest.raises(TensorError, match=r"over caches of bytes: q: "):
         flash_attention(q.requires_grad_(), k, v)
 
 

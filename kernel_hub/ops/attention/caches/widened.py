@@ -99,7 +99,8 @@ def tokens_first(layout: str, *of_tokens: Any) -> tuple[Any, ...]:
 
 def _problem(q: Any, k: Any, v: Any, scales: CacheScales, options: Options) -> Problem:
     """Everything but out, checked."""
-    numbers = checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=DTYPES)
+    byte = (k.dtype,) if is_cache(q, k) else DTYPES
+    numbers = checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=byte)
     for argument, x in (("k", k), ("v", v)):
         if x.shape[-1] % _UNIT:
             expected = f"a head_dim in multiples of {_UNIT} of a cache of bytes"
