@@ -109,7 +109,8 @@ def attention_over_bytes(lot: Lot) -> tuple[Any, ...]:
     if lot.one(True, False):
         options["block_table"] = torch.zeros(batch, lot.log(1, 64), dtype=torch.int32)
     else:
-        batch = k.shape[0]
+        k, v = k[:batch], v[:batch]
+        options = {n: x[:batch] if n.endswith("_cache") else x for n, x in options.items()}
     q = lot.rows(batch, seqlen, heads, dim, dtype=dtype)
     lengths = torch.ones(batch, dtype=torch.int32)
     return (q, k, v), {**options, "causal": lot.one(True, False), "cache_seqlens": lengths}
