@@ -659,9 +659,9 @@ def main() -> int:
     given = parser.parse_args()
     say(torch.cuda.get_device_name() if not DRY else "the CPU", ROOT)
     parts: list[tuple[str, str, float, Callable[[float], None]]] = [
-        ("a", "against fp64", 0.30, functools.partial(correctness, given.seed)),
-        ("b", "beside BASE", 0.25, beside_base), ("c", "times, us", 0.25, costs),
-        ("d", "sanitizer", 0.20, sanitized),
+        ("a", "against fp64", 0.28, functools.partial(correctness, given.seed)),
+        ("b", "beside BASE", 0.24, beside_base), ("c", "times, us", 0.24, costs),
+        ("d", "sanitizer", 0.24, sanitized),
     ]  # fmt: skip
     for letter, name, share, run in parts:
         if letter in given.only:

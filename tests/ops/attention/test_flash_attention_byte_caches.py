@@ -229,7 +229,8 @@ def test_caches_that_append_kv_wrote(way: Way, byte: torch.dtype, of_tokens: boo
         "v_scale": torch.tensor([0.03, 0.01], device=way.device),
     }
     if of_tokens:
-        scales = {f"{name}_cache": pages.new_zeros(pages.shape[:3]).float() for name in scales}
+        apart = torch.full((*pages.shape[:3], 2), float("nan"), device=way.device)
+        scales = {f"{name}_cache": apart.clone()[..., 0] for name in scales}
     k = way.randn(1, held, kv_heads, head_dim, dtype=torch.bfloat16, seed=1)
     v = way.randn(1, held, kv_heads, head_dim, dtype=torch.bfloat16, seed=2)
     empty = torch.zeros(1, dtype=torch.int32, device=way.device)
@@ -242,17 +243,20 @@ def test_caches_that_append_kv_wrote(way: Way, byte: torch.dtype, of_tokens: boo
     torch.testing.assert_close(chunk[:, 1:], steps, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("deterministic", [False, "batch"])
+@pytest.mark.parametrize(
+    ("byte", "deterministic"), [(E4M3, False), (E4M3, "batch"), (INT8, "batch")]
+)
 def test_the_bits_of_a_cache_of_16_bits(
-    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, deterministic: Any
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, byte: torch.dtype, deterministic: Any
 ) -> None:
     """Which holds the same keys, as it can where nothing is scaled."""
     q = hopper_way.randn(2, 33, 4, 64, dtype=torch.bfloat16)
-    k, v = (hopper_way.randn(2, 150, 2, 64, seed=i).to(E4M3) for i in (1, 2))
+    k, v = (hopper_way.randn(2, 150, 2, 64, seed=i).mul(4).to(byte) for i in (1, 2))
+    one = torch.ones(2, device=hopper_way.device)
     lengths = torch.tensor([150, 77], dtype=torch.int32, device=hopper_way.device)
     options = {"causal": True, "cache_seqlens": lengths, "deterministic": deterministic}
     with hoppers(hopper_way, monkeypatch):
-        found = flash_attention(q, k, v, **options)
+        found = flash_attention(q, k, v, k_scale=one, v_scale=one, **options)
         same_bits(found, flash_attention(q, k.bfloat16(), v.bfloat16(), **options))
 
 

@@ -40,12 +40,19 @@ def test_by_lot(way: Way, number: int) -> None:
     if appends:
         shape = (len(lengths), seqlen_q, kv_heads, head_dim)
         more = {name: way.randn(*shape, dtype=dtype, seed=i) for i, name in enumerate("kv")}
+    given = caches.options
+    if of_tokens and lot.random() < 0.5:  # scales that lie apart, nan between them
+        given |= {
+            name: torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
+            for name, x in given.items()
+            if "scale" in name
+        }
     out = Guarded(q.shape, dtype, way.device)
     before = [length - seqlen_q * appends for length in lengths]
     decode_attention(
         q, *caches.tensors, cache_seqlens=torch.tensor(before, device=way.device).int(),
         num_splits=lot.choice((0, 1, 3)), tree_mask=tensor_of(lot, way, words), out=out.tensor,
-        **caches.options, **options, **more,
+        **given, **options, **more,
     )  # fmt: skip
     out.check()
     caches.check_bounds()

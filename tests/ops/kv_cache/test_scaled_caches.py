@@ -342,6 +342,9 @@ def test_other_refusals() -> None:
         lambda: append_kv(K, K, CACHE, CACHE.clone(), k_scale_cache=TOKENS, v_scale_cache=TOKENS),
         ["v_scale_cache", "k_scale_cache"],
     )
+    batch = {"cache_seqlens": LENGTHS, "deterministic": "batch", **BOTH}
+    words = ["k_cache", "the dtype of q where deterministic is 'batch'"]
+    check_refused("decode_attention", lambda: decode_attention(Q, CACHE, CACHE, **batch), words)
 
 
 @pytest.mark.parametrize("of_tokens", [False, True])
