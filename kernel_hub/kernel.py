@@ -26,6 +26,7 @@ from .launch.bound import BoundLaunch
 from .launch.function import KernelFunction, device_number, hook_fork, live
 from .launch.hinted import HintedFunction
 from .launch.libraries import Lease, Library, LoadedImage, loaded_images
+from .launch.of_process import OfThisProcess
 
 if TYPE_CHECKING:
     from .arrays.device_array import DeviceArray
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundLaunch", "Kernel", "KernelFunction", "LoadedImage", "loaded_images"]
 
 
-class Kernel:
+class Kernel(OfThisProcess):
     """The functions of one image: a shipped cubin, a file, or bytes.
 
     filename: name of a cubin shipped by `package` (`.cubin`/`.fatbin` is tolerated), a path (`str`

@@ -357,8 +357,9 @@ def test_attributes_and_occupancy(fakecuda: FakeCuda, probe: KernelFunction) -> 
 def test_pickling_is_refused_with_advice(probe: KernelFunction) -> None:
     import pickle
 
-    with pytest.raises(TypeError, match="make the Kernel in each process"):
-        pickle.dumps(probe)
+    for handle in (probe, Kernel("launch_probe")):
+        with pytest.raises(TypeError, match="make the Kernel in each process"):
+            pickle.dumps(handle)
 
 
 def test_globals(fakecuda: FakeCuda) -> None:

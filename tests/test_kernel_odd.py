@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
@@ -256,3 +257,21 @@ def test_unload_goes_on_past_a_library_that_fails(make_fakecuda: Callable[..., F
     assert fake.calls("cuLibraryUnload") == 3
     assert fake.live("libraries") == 2
     kernel.load(2)  # and the kernel can be used again
+
+
+def test_copies_of_what_has_a_kernel_have_the_same_one(fakecuda: FakeCuda) -> None:
+    """As copies of a model do, for an average of its weights, say."""
+    kernel = Kernel("launch_probe")
+    probe = kernel.launch_probe_5
+    model = {"kernel": kernel, "function": probe, "weights": [1.0, 2.0]}
+    for copied in (copy.copy(model), copy.deepcopy(model)):
+        assert copied == model and copied["kernel"] is kernel and copied["function"] is probe
+    assert copy.copy(kernel) is kernel and copy.copy(probe) is probe
+
+
+def test_a_grid_in_brackets_is_told_how_to_launch(fakecuda: FakeCuda) -> None:
+    """Triton's and Numba's way."""
+    probe = Kernel("launch_probe").launch_probe_5
+    for grid in ((1,), (1, 256), lambda meta: (1,)):
+        with pytest.raises(TypeError, match=r"launch_probe_5\(gridDim, blockDim, params="):
+            probe[grid]

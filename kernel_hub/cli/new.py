@@ -83,10 +83,10 @@ def render(name: str, kind: Kind = NUMPY) -> dict[str, str]:
     """Path inside the package's folder -> text. Raises KernelHubError for an unusable name."""
     if keyword.iskeyword(name):
         raise KernelHubError(f"{name!r} cannot name a package: it is a word of Python's own")
-    if not _PACKAGE_NAME.fullmatch(name) or name == "kernel_hub":
+    if not _PACKAGE_NAME.fullmatch(name):
         raise KernelHubError(
             f"{name!r} cannot name a package: use lower-case letters, digits and underscores, "
-            "starting with a letter"
+            "starting with a letter and not ending with an underscore"
         )
     if taken := _taken_by(name):
         raise KernelHubError(

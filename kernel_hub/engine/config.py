@@ -27,6 +27,7 @@ _BOTH = {
 }  # fmt: skip
 _EXPERTS = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
 _MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2)))
+_KINDS = {"full_attention", "sliding_attention"}  # of layers
 _FROM_SHORTER = ("llama3", "yarn", "longrope")  # rotations that know the length before
 _GEMMA: dict[str, Any] = {
     "norms": _BOTH, "norm_offset": 1.0, "scales_embedding": True,
@@ -61,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768, "norm_topk_prob": False,
     }},
     "olmo2": {"norms": _AFTER, "qk_norm": "whole", "defaults": {"rms_norm_eps": 1e-5}},
-    "gemma2": {**_GEMMA, "full_every": 2, "defaults": {
+    "gemma2": {**_GEMMA, "full_every": 2, "caps_attention": True, "defaults": {
         **_GEMMA["defaults"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     }},
     "gemma3_text": _GEMMA3,
@@ -146,6 +147,8 @@ class ModelConfig:
         config = {**family.get("defaults", {}), **config}
         try:
             return _described(cls, config, family, config.get("eos_token_id", outer_eos))
+        except ModelError:
+            raise
         except KeyError as error:
             raise ModelError(f"config.json of a {kind} model lacks {error}") from None
         except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
@@ -166,13 +169,22 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a model's folder."""
     try:
         found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent} is no model's folder: it has no {path.name}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        folder = path.parent
+        raise ModelError(
+            f"{folder} is no model's folder: it has no {path.name}{how_to_get(folder)}"
+        ) from None
     except ValueError as error:
         raise ModelError(f"{path}: no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found
+
+
+def how_to_get(folder: str | Path) -> str:
+    """What to add to an error where a name is rather one of the hub's than a folder's."""
+    is_name = len(Path(folder).parts) == 2 and not Path(folder).exists()
+    return f"; hf download {folder} --local-dir {Path(folder).name} brings one" * is_name
 
 
 def package(name: str, what: str) -> Any:
@@ -220,7 +232,8 @@ def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: An
         mlp_bias=bool(get("mlp_bias", False)),
         activation=kinds[activation],
         softmax_scale=scale**-0.5,
-        attn_softcap=float(get("attn_logit_softcapping") or 0.0),
+        # Gemma 3's own code looks past what its files may say of it.
+        attn_softcap=float(get("attn_logit_softcapping") or 0.0) * family.get("caps_attention", 0),
         final_softcap=float(get("final_logit_softcapping") or 0.0),
         embed_scale=math.sqrt(config["hidden_size"]) if family.get("scales_embedding") else 1.0,
         is_tied=bool(get("tie_word_embeddings", False)),
@@ -248,6 +261,10 @@ def _layers(config: dict[str, Any], family: dict[str, Any]) -> tuple[LayerKind, 
         else "full_attention"
         for i in range(count)
     ]  # fmt: skip
+    if not isinstance(types, list) or len(types) < count or set(types) - _KINDS:
+        raise ModelError(
+            f"layer_types: expected {count} of {listed(sorted(_KINDS))}, found {types}"
+        )
     # Of an older file its own factor counts, which transformers 4 reckoned from two lengths.
     rope, theta = get("rope_parameters"), {"rope_theta": get("rope_theta") or 1e4}
     if not rope or get("rope_scaling"):  # the older one first, as in transformers

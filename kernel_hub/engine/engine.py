@@ -21,7 +21,7 @@ from .parallel import Group
 from .requests import Delta, Generated, Request, SamplingParams, TokenLogprob
 from .runner import Draws, Runner
 from .scheduler import Scheduler, Sequence
-from .text import Bytes, TextStream, Tokenizer
+from .text import Bytes, TextStream, text_of
 from .weights import Random, Safetensors, check_world, expected, load
 
 PAGE_SIZE = 64
@@ -82,8 +82,8 @@ class Engine:
             _check_options(place, self.group.world, given)
             c = config or ModelConfig.from_folder(folder or Path())
             check_world(c, self.group.world)
-            if folder is not None and (folder / "tokenizer.json").is_file():
-                self.text = Tokenizer(folder)
+            if folder is not None:
+                self.text = text_of(folder, c.vocab_size)
             source: Any = Random(c, place, seed)
             if folder is not None and not random_weights:
                 source = Safetensors(folder, expected(c))

@@ -18,7 +18,10 @@ from .parallel import Group
 
 Shape = tuple[int, ...]
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_UNREAD = ("vision_tower.", "multi_modal_projector.")  # of models that see, beside the text's
+# Of models that see or hear, beside the text's.
+_UNREAD = ("vision_tower.", "audio_tower.", "multi_modal_projector.", "image_newline")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PLAIN = ("BF16", "F16", "F32", "F64")  # others are numbers of something quantised
 
 
 @dataclass
@@ -55,10 +58,19 @@ class Safetensors:
     def __init__(self, folder: Path, shapes: dict[str, Shape]) -> None:
         """Raises ModelError naming tensors and files that are missing, odd or unknown."""
         safe_open = package("safetensors", "models' weights are read").safe_open
+        if how := read_json(folder / "config.json").get("quantization_config"):
+            kind = how.get("quant_method") if isinstance(how, dict) else how
+            raise ModelError(
+                f"{folder}: weights quantised by {kind or how!r} (its quantization_config): "
+                "the engine reads those of 16 or 32 bits"
+            )
         index = folder / "model.safetensors.index.json"
         files = {"model.safetensors"}
         if index.is_file():
-            files = set(read_json(index).get("weight_map", {}).values())
+            where = read_json(index).get("weight_map", {})
+            if not isinstance(where, dict) or not all(isinstance(x, str) for x in where.values()):
+                raise ModelError(f"{index}: weight_map: expected names of files by tensor")
+            files = set(where.values())
         self._where: dict[str, tuple[Any, str]] = {}
         for name in sorted(files):
             if Path(name).name != name or not (folder / name).is_file():
@@ -74,18 +86,28 @@ class Safetensors:
             self._where.update(found)
         if missing := sorted(shapes.keys() - self._where):
             raise ModelError(f"{folder}: weights that are missing: {listed(missing)}")
+        if self.has_head:
+            shapes = {**shapes, _HEAD: shapes[_EMBEDDING]}
         for name, shape in shapes.items():
             file, key = self._where[name]
-            if (is_so := tuple(file.get_slice(key).get_shape())) != shape:
+            found = file.get_slice(key)
+            if (is_so := tuple(found.get_shape())) != shape:
                 raise ModelError(f"{folder}: {name}: expected shape {shape}, found {is_so}")
+            if (kind := found.get_dtype()) not in _PLAIN:
+                raise ModelError(f"{folder}: {name}: expected 16 or 32 bits, found {kind}")
         unknown = [
             name for name in self._where.keys() - shapes
             if not (name.removeprefix("model.").startswith(_UNREAD)
-                    or name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight")
+                    or name.endswith("rotary_emb.inv_freq"))
         ]  # fmt: skip
         if unknown:
             names = listed(sorted(unknown))
             raise ModelError(f"{folder}: weights the engine would ignore: {names}")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether they have one of their own, which a file may whatever its configuration says."""
+        return _HEAD in self._where
 
     def read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> torch.Tensor:
         """Elements start to stop of a dimension."""
@@ -96,6 +118,8 @@ class Safetensors:
 
 class Random:
     """Weights by lot, the same in any number of processes: norms that change nothing, no bias."""
+
+    has_head = False
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
         self._norm, self._device, self._seed = 1.0 - config.norm_offset, device, seed
@@ -112,6 +136,8 @@ class Random:
 
 class _Listing(dict[str, Shape]):
     """Notes what is read."""
+
+    has_head = False
 
     def read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> torch.Tensor:
         self[name] = shape
@@ -198,6 +224,9 @@ def load(
                 norms={role: read(f"{at}{x}.weight", hidden) for role, x in c.norms.items()},
             ))  # fmt: skip
     rows = group.share(c.vocab_size)
-    embedding = read("model.embed_tokens.weight", c.vocab_size, hidden, span=rows)
-    head = embedding if c.is_tied else read("lm_head.weight", c.vocab_size, hidden, span=rows)
+    head = embedding = read(_EMBEDDING, c.vocab_size, hidden, span=rows)
+    if not c.is_tied or source.has_head:
+        head = read(_HEAD, c.vocab_size, hidden, span=rows)
+        if c.is_tied and torch.equal(head, embedding):  # as in transformers; else it is no tie
+            head = embedding
     return Weights(embedding, head, read("model.norm.weight", hidden), layers)

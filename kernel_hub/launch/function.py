@@ -26,6 +26,7 @@ from .c_launcher import available as native_available
 from .device_function import DeviceFunction, device_of, is_blocking, pointer_device
 from .geometry import NOT_GIVEN, dims, index, one_shared
 from .loader import Loader
+from .of_process import OfThisProcess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 live: weakref.WeakSet[KernelFunction] = weakref.WeakSet()
 
 
-class KernelFunction(partial, Documented):  # type: ignore[type-arg]
+class KernelFunction(OfThisProcess, partial, Documented):  # type: ignore[type-arg]
     """One function of a Kernel. Call it to launch:
 
     f(gridDim, blockDim, sharedMemBytes=0, stream=None, params=(), *, cluster=None,
@@ -124,8 +125,9 @@ class KernelFunction(partial, Documented):  # type: ignore[type-arg]
     def __repr__(self) -> str:
         return f"<KernelFunction {self._spec.describe()}>"
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a KernelFunction cannot be pickled: make the Kernel in each process")
+    def __getitem__(self, grid: Any) -> Any:
+        form = f"{self.__name__}(gridDim, blockDim, params=[...])"
+        raise TypeError(f"{self.__name__}[{grid!r:.40}]: a launch is no subscript but {form}")
 
     def __hash__(self) -> int:
         return id(self)

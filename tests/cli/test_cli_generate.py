@@ -37,6 +37,13 @@ def test_a_folder_without_weights(kernel_hub_cli: Run, tmp_path: Path) -> None:
     assert ran.code == 2 and ("model.safetensors" in ran.err or "pip install" in ran.err)
 
 
+def test_a_name_of_the_hub_is_no_folder(kernel_hub_cli: Run) -> None:
+    ran = kernel_hub_cli("generate", "org/Some-8B", "--device", "cpu", "--prompt", "a")
+    assert ran.code == 2 and "hf download org/Some-8B --local-dir Some-8B" in ran.err
+    ran = kernel_hub_cli("generate", "nothing", "--device", "cpu", "--prompt", "a")
+    assert ran.code == 2 and "there is no folder 'nothing'\n" in ran.err
+
+
 def test_a_report_of_a_step(
     kernel_hub_cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,10 @@ def test_it_writes_the_package(kernel_hub_cli: Run, tmp_path: Path) -> None:
 def test_a_word_of_python_is_said_to_be_one(kernel_hub_cli: Run, tmp_path: Path) -> None:
     ran = kernel_hub_cli("new", "lambda", "--into", str(tmp_path))
     assert "'lambda' cannot name a package: it is a word of Python's own" in ran.err
+    ran = kernel_hub_cli("new", "kernel_hub", "--into", str(tmp_path))
+    assert "it would hide the installed module" in " ".join(ran.err.split())
+    ran = kernel_hub_cli("new", "x_", "--into", str(tmp_path))
+    assert "not ending with an underscore" in " ".join(ran.err.split())
 
 
 def test_it_overwrites_nothing(kernel_hub_cli: Run, tmp_path: Path) -> None:

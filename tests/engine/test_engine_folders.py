@@ -114,7 +114,8 @@ def test_a_text_model_inside_of_one_that_sees(tmp_path: Path) -> None:
     (path,) = write(tmp_path, text)
     tensors = safetensors.load_file(path)
     inside = {name.replace("model.", "model.language_model."): t for name, t in tensors.items()}
-    inside["model.vision_tower.patches.weight"] = torch.zeros(3, 3)
+    for name in ("vision_tower.patches.weight", "audio_tower.conv1.bias", "image_newline"):
+        inside[f"model.{name}"] = torch.zeros(3, 3)
     safetensors.save_file(inside, path)
     outer = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 95]}
     (tmp_path / "config.json").write_text(json.dumps(outer))
@@ -165,6 +166,85 @@ def test_what_is_missing_or_odd_is_named(tmp_path: Path) -> None:
     refused("config.json")
 
 
+def test_a_head_of_its_own_counts_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """As in transformers: tied are those that a file has once, or twice with the same values."""
+    config, lot = config_of("qwen2") | {"tie_word_embeddings": False}, torch.Generator()
+    (path,) = write(tmp_path, config)
+    tensors = safetensors.load_file(path)
+    head = torch.randn(96, 64, generator=lot.manual_seed(4)).to(torch.bfloat16)
+    for own in (tensors["model.embed_tokens.weight"].clone(), head):
+        safetensors.save_file({**tensors, "lm_head.weight": own}, path)
+        found = []
+        for is_tied in (False, True):
+            text = json.dumps({**config, "tie_word_embeddings": is_tied})
+            (tmp_path / "config.json").write_text(text)
+            engine = Engine.from_pretrained(tmp_path, device="cpu")
+            found.append(tokens_of(engine))
+            weights = engine.runner.model.weights
+            is_one = weights.head.data_ptr() == weights.embedding.data_ptr()
+            assert is_one == (is_tied and own is not head)
+        assert found[0] == found[1]
+    safetensors.save_file({**tensors, "lm_head.weight": head[:50].clone()}, path)
+    with pytest.raises(ModelError, match=r"lm_head\.weight: expected shape \(96, 64\)"):
+        Engine.from_pretrained(tmp_path, device="cpu")
+
+
+def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
+    """Numbers without their scales would be taken for what they are worth."""
+    config = config_of("llama")
+    (path,) = write(tmp_path, config)
+    tensors = safetensors.load_file(path)
+    name = random.Random(7).choice(sorted(tensors))
+    for dtype, said in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
+        safetensors.save_file({**tensors, name: tensors[name].to(dtype)}, path)
+        with pytest.raises(ModelError, match=f"{name}: .* found {said}"):
+            Engine.from_pretrained(tmp_path, device="cpu")
+    for quantised, said in (({"quant_method": "awq"}, "'awq'"), ({"bits": 4}, "quantization")):
+        (tmp_path / "config.json").write_text(
+            json.dumps(config | {"quantization_config": quantised})
+        )
+        with pytest.raises(ModelError, match=f"quantised .*{said}"):
+            Engine.from_pretrained(tmp_path, device="cpu")
+    assert Engine.from_pretrained(tmp_path, device="cpu", random_weights=True)
+
+
+KINDS = [["full_attention"], ["chunked_attention", "full_attention"], "full_attention", [0, 1]]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_kinds_of_layers_that_are_not_known_are_refused(kinds: Any) -> None:
+    with pytest.raises(ModelError, match="layer_types"):
+        ModelConfig.from_dict(config_of("llama") | {"layer_types": kinds})
+
+
+ODD_FILES = [
+    ("model.safetensors.index.json", '{"weight_map": {"a": 5}}'),
+    ("model.safetensors.index.json", '{"weight_map": []}'), ("tokenizer.json", "{"),
+    ("model.safetensors.index.json", '{"weight_map": null}'), ("tokenizer.json", ""),
+    ("tokenizer_config.json", '{"chat_template": ["a"]}'),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), ODD_FILES, ids=lambda x: x[:30])
+def test_files_that_are_no_such_ones_are_named(name: str, text: str, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizer of a folder")
+    write(tmp_path, config_of("llama"))
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    assert Engine.from_pretrained(tmp_path, device="cpu")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=name):
+        Engine.from_pretrained(tmp_path, device="cpu")
+
+
+def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="no model's folder"):
+        Engine.from_pretrained(tmp_path / "model.gguf", device="cpu")
+    with pytest.raises(ModelError, match="hf download org/name --local-dir name"):
+        Engine.from_pretrained("org/name", device="cpu")
+
+
 def test_an_embedding_is_tied_as_the_outside_of_a_model_says(tmp_path: Path) -> None:
     text = config_of("gemma3_text") | {"tie_word_embeddings": False}
     inside = {"model_type": "gemma3", "text_config": text}
@@ -187,6 +267,15 @@ def test_what_belongs_to_a_rotation_may_stand_outside_of_it() -> None:
         rope = {"rope_scaling": {"type": kind, "factor": 2.0}}
         found = ModelConfig.from_dict(config_of("llama") | partial | rope).raw.rope_parameters
         assert found.get("partial_rotary_factor") == part
+
+
+def test_attention_is_capped_where_the_family_does() -> None:
+    """As transformers' classes: of these Gemma 2's alone, its logits and Gemma 3's too."""
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
+    found = {f: ModelConfig.from_dict(config_of(f) | caps) for f in ("gemma2", "gemma3_text")}
+    assert [c.attn_softcap for c in found.values()] == [5.0, 0.0]
+    assert [c.final_softcap for c in found.values()] == [7.0, 7.0]
+    assert ModelConfig.from_dict(config_of("gemma2")).attn_softcap == 50.0
 
 
 def test_yarn_makes_a_model_as_long_as_its_factor_says() -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import drawn
 import pytest
 import warm
+from free_port import free_port
 
 torch = pytest.importorskip("torch", reason="the engine is torch's")
 
@@ -94,12 +94,9 @@ def lot_of(
 
 def ranks(world: int, *command: str, **more: str) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of as many processes, started as torchrun starts them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = {
         **os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more,
+        "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more,
     }  # fmt: skip
     started = [
         warm.start(command, env={**common, "RANK": str(i), "LOCAL_RANK": str(i)})

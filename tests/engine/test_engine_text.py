@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="the engine is torch's")
 
-from kernel_hub.engine.text import Bytes, TextStream
+from kernel_hub.engine.text import Bytes, TextStream, text_of
+from kernel_hub.errors import RequestError
 
 ALPHABET = "aab€🙂é ]^-\\&["
 
@@ -108,3 +111,55 @@ def test_a_text_goes_on_from_what_stands_before_it() -> None:
         assert [stream.push(token) for token in b"cd"] == ["c", "d"] and not stream.is_stopped
     stream = TextStream(Bytes().decode, (), "€".encode()[:1])
     assert [stream.push(token) for token in "€".encode()[1:] + b"x"] == ["", "€", "x"]
+
+
+def test_whole_texts_become_tokens_whatever_a_tokenizer_was_saved_with(tmp_path: Path) -> None:
+    """Truncation and padding are of training; transformers sets neither where nobody asks."""
+    made = words_of(200)
+    wanted = [made.encode(text).ids for text in ("w1 w2", " ".join(f"w{i}" for i in range(150)))]
+    made.enable_truncation(8)
+    made.enable_padding(length=16, pad_id=3)
+    made.save(str(tmp_path / "tokenizer.json"))
+    own = text_of(tmp_path)
+    assert [own.encode(own.decode(ids)) for ids in wanted] == wanted
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_text_of_another_tokenizer_is_refused_not_taken_for_bytes(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    own = text_of(tmp_path)
+    for ask in (own.encode, lambda text: own.chat([{"role": "user", "content": text}])):
+        with pytest.raises(RequestError, match=f"{name}.*tokenizer.json.*save_pretrained"):
+            ask("a")
+    words_of(5).save(str(tmp_path / "tokenizer.json"))
+    assert text_of(tmp_path).encode("w1") == [2]
+
+
+def test_tokens_are_added_as_far_as_the_model_has_rows(tmp_path: Path) -> None:
+    """A pad that a file names and no tokenizer has is common; one more than rows ends grammars."""
+    words_of(5).save(str(tmp_path / "tokenizer.json"))
+    told = {"chat_template": "{{ pad_token }} w1", "pad_token": "[PAD]", "bos_token": "w0"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    messages = [{"role": "user", "content": ""}]
+    for rows, size in ((5, 6), (6, 6), (7, 7), (None, 7)):
+        own = text_of(tmp_path, rows)
+        assert own.fast.get_vocab_size() == size
+        assert own.chat(messages) == ([6, 2] if size == 7 else own.encode("[PAD] w1"))
+        assert own.decode([1, 2]) == "w1", "what has a name is special"
+    older = {"bos_token": "w2", "eos_token": {"content": "w3", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    told = {"chat_template": "{{ bos_token }} {{ eos_token }}", "bos_token": "w0"}
+    for more, wanted in (({}, [3, 4]), ({"added_tokens_decoder": {}}, [1])):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | more))
+        assert text_of(tmp_path, 6).chat(messages) == wanted
+
+
+def words_of(count: int) -> Any:
+    """A tokenizer of that many words, w0 and on, from 1 on."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizer of a folder")
+    words = {"<unk>": 0, **{f"w{i}": i + 1 for i in range(count)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return made

@@ -200,6 +200,60 @@ def test_odd_templates(template: Any, in_files: bool, tmp_path: Path) -> None:
             assert own.chat(messages, **more) == fast.encode(whole, add_special_tokens=False)
 
 
+NAMED = ["<s>", "</s>", "<new>", "<zz>", "plain"]
+
+
+def drawn_token(lot: Lots, text: str | None) -> Any:
+    """A special token as files spell it: none, its text, or an object."""
+    fields = {"lstrip": False, "rstrip": False, "normalized": False}
+    return text if text is None or lot.random() < 0.5 else {"content": text, **fields}
+
+
+@pytest.mark.skipif(is_older(), reason="transformers 5 reads them so")
+def test_special_tokens_wherever_a_folder_has_them(tmp_path: Path) -> None:
+    """In tokenizer_config.json, an older special_tokens_map.json, or as tokens that are added."""
+    from transformers import AutoTokenizer
+
+    tokenizer_into(tmp_path)
+    lot = Lots("engine special tokens")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    template = "".join(f"{{{{ {name}_token }}}}|" for name in ("bos", "eos", "pad", "odd"))
+    for i in range(20):
+        texts = lot.sample([None, None, *NAMED], 4)
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        tokens = {x: drawn_token(lot, text) for x, text in zip(names, texts, strict=True)}
+        file: dict[str, Any] = {"chat_template": template + "{{ messages[0].content }}"}
+        for name in (name for name in tokens if lot.random() < 0.6):
+            is_text = tokens[name] is None or isinstance(tokens[name], str)
+            file[name] = tokens[name] if is_text else {"__type": "AddedToken", **tokens[name]}
+        if lot.random() < 0.3:
+            file["extra_special_tokens"] = {"odd_token": lot.choice(NAMED)}
+        if lot.random() < 0.5:
+            content, is_special = lot.choice(["<new>", "</s>", "more"]), lot.random() < 0.7
+            number = {"</s>": 1}.get(content, 500)
+            file["added_tokens_decoder"] = {
+                str(number): {"content": content, "special": is_special, "normalized": False}
+            }
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for name in ("config.json", "tokenizer.json"):
+            (folder / name).write_bytes((tmp_path / name).read_bytes())
+        (folder / "tokenizer_config.json").write_text(json.dumps(file))
+        if lot.random() < 0.5:
+            older = {name: value for name, value in tokens.items() if value is not None}
+            (folder / "special_tokens_map.json").write_text(json.dumps(older))
+        own, truth = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for text in ("more plain <new></s> words<zz> ", " <s> more"):
+            assert own.encode(text) == truth.encode(text), (i, lot, file)
+            messages = [{"role": "user", "content": text}]
+            whole = truth.apply_chat_template(messages, tokenize=False)
+            wanted = truth.encode(whole, add_special_tokens=False)
+            assert own.chat(messages) == wanted, (i, lot, file)
+            assert own.decode(wanted) == truth.decode(
+                wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ), (i, lot, file)
+
+
 LEFT_OUT = {
     "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "sliding_window",
     "use_sliding_window", "max_window_layers", "layer_types", "attention_bias", "hidden_act",

@@ -6,7 +6,6 @@ import ctypes
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from kernel_hub.errors import (
     FunctionNotFoundError,
     LaunchConfigError,
 )
+from kernel_hub.launch import libraries
 
 
 def test_digest_mismatch_is_found_at_load(
@@ -67,17 +67,26 @@ def test_a_load_that_was_begun_is_waited_for(fakecuda: FakeCuda) -> None:
     assert all(0 in function._states for function in functions)
 
 
-def test_a_function_that_is_known_is_given_while_it_loads(fakecuda: FakeCuda) -> None:
-    kernel = Kernel("launch_probe")
+def test_a_function_that_is_known_is_given_while_it_loads(
+    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, real = Kernel("launch_probe"), libraries._load
     function = kernel["launch_probe_5"]
-    fakecuda.set_latency("cuLibraryLoadData", 1_000_000)
+    loads, may_end, waited = threading.Event(), threading.Event(), []
+
+    def load(*given: Any) -> int:
+        loads.set()
+        if not may_end.wait(60):
+            waited.append("it waited for the load")
+        return real(*given)
+
+    monkeypatch.setattr(libraries, "_load", load)
     function.load(0, wait=False)
-    while not fakecuda.calls("cuLibraryLoadData"):
-        time.sleep(0.001)
-    began = time.monotonic()
+    assert loads.wait(60)
     assert kernel["launch_probe_5"] is function
-    assert time.monotonic() - began < 0.5, "it waited for the load"
+    may_end.set()
     apart.wait()
+    assert not waited and fakecuda.calls("cuLibraryLoadData") == 1
 
 
 def test_a_load_that_was_begun_and_failed_is_said_by_the_launch(fakecuda: FakeCuda) -> None:

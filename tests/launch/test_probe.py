@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import struct
 import sys
-import time
+import threading
 import warnings
 from pathlib import Path
 
@@ -159,11 +159,13 @@ def test_a_sound_image_is_probed_on_request(kept: Path, monkeypatch: pytest.Monk
     assert load(SOUND, probe=True) == []
 
 
-def hold(path: str, seconds: float, ready: multiprocessing.synchronize.Event) -> None:
+def hold(path: str, *events: multiprocessing.synchronize.Event) -> None:
+    """From the first event, which it sets, to the second."""
+    ready, may_end = events
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         ready.set()
-        time.sleep(seconds)
+        may_end.wait(200)
 
 
 def test_one_probe_a_machine_at_a_time(
@@ -171,14 +173,16 @@ def test_one_probe_a_machine_at_a_time(
 ) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    holder = context.Process(target=hold, args=(str(tmp_path / "kernel_hub_probe.lock"), 3, ready))
+    ready, may_end = context.Event(), context.Event()
+    path = str(tmp_path / "kernel_hub_probe.lock")
+    holder = context.Process(target=hold, args=(path, ready, may_end))
     holder.start()
     assert ready.wait(60)
     monkeypatch.setattr(probing, "_LOCK_SECONDS", 0.1)
     with pytest.raises(ProbeError, match="another process has held"):
         load()
-    monkeypatch.setattr(probing, "_LOCK_SECONDS", 60)
+    monkeypatch.setattr(probing, "_LOCK_SECONDS", 100)
+    threading.Timer(0.5, may_end.set).start()  # it waits meanwhile
     assert len(load()) == 1
     holder.join(60)
     assert holder.exitcode == 0

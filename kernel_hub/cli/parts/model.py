@@ -42,7 +42,7 @@ def opened(args: argparse.Namespace, **options: Any) -> Engine:
     """The engine that the arguments of `add_model` name."""
     from ... import ops  # noqa: F401 - where torch is missing, it says how to get it
     from ...arrays.interop import loaded_torch
-    from ...engine.config import NAMED
+    from ...engine.config import NAMED, how_to_get
     from ...engine.engine import Engine
 
     _check_device(args.device)
@@ -54,7 +54,7 @@ def opened(args: argparse.Namespace, **options: Any) -> Engine:
     if Path(args.model).is_dir():
         return Engine.from_pretrained(args.model, random_weights=args.random_weights, **options)
     if args.model not in NAMED:
-        raise ModelError(f"there is no folder {args.model!r}")
+        raise ModelError(f"there is no folder {args.model!r}{how_to_get(args.model)}")
     return Engine.random(args.model, **options)
 
 

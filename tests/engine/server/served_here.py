@@ -48,7 +48,8 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(count(), self.loop).result(10)
 
-    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        """What holds once must go on to: between two looks a busy machine lets seconds pass."""
         ends = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < ends, f"not within {timeout_s} s: {what}"
@@ -91,7 +92,7 @@ def served(engine: Any = None, api_key: str | None = KEY, **limits: Any) -> Iter
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 60
     while not made:
         assert thread.is_alive() and time.monotonic() < ends, f"the server does not start: {failed}"
         time.sleep(0.01)
@@ -101,6 +102,6 @@ def served(engine: Any = None, api_key: str | None = KEY, **limits: Any) -> Iter
     finally:
         if thread.is_alive():
             here.server.drain()
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive(), "the server does not end"
     assert not failed

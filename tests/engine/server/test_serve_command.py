@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 for package in ("starlette", "uvicorn", "prometheus_client", "httpx", "openai"):
     pytest.importorskip(package, reason="the server or its client is made of it")
@@ -107,9 +108,9 @@ def test_a_port_that_is_taken() -> None:
 
 def test_ranks_end_together() -> None:
     """Two processes by torchrun's variables: the second runs what the first is asked."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    world: dict[str, Any] = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world: dict[str, Any] = {
+        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())
+    }  # fmt: skip
     with contextlib.ExitStack() as stack:
         ranks = [
             subprocess.Popen(

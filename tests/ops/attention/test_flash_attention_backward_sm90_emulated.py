@@ -51,7 +51,7 @@ def drawn(generator: random.Random) -> Case:
         if is_small and is_mapped:
             break
     return dataclasses.replace(
-        case, head_dim=8 * generator.randrange(1, 33), own_head_dim_v=None, backward=True,
+        case, head_dim=8 * generator.randrange(2, 33), own_head_dim_v=None, backward=True,
         softcap=0.0, alibi="", softmax_scale=None, magnitude=1.0, twice=False,
     )  # fmt: skip
 

@@ -89,3 +89,48 @@ def test_parts_of_any_lengths_have_a_place(items: int) -> None:
             max(1, min(count, n, max(32, n // 2))) for count, n in zip(wanted, units, strict=True)
         ]
         assert sum(parts) <= split.num_blocks
+
+
+def ends(places: int, parts: int, blocks: int, at_once: int) -> bool:
+    """Whether all blocks end though so few run at a time: each item is so many places, the block
+    that has the last of them waits for the others, and a block has every `blocks`-th place."""
+    done: set[int] = set()
+    running: list[list[int]] = []  # the place that each is at
+    begun = 0
+    while begun < blocks or running:
+        while begun < blocks and len(running) < at_once:
+            running.append([begun])
+            begun += 1
+        before = len(done)
+        for each in list(running):
+            first = each[0] // parts * parts
+            is_last = each[0] == first + parts - 1
+            if is_last and not done.issuperset(range(first, each[0])):
+                continue
+            done.add(each[0])
+            each[0] += blocks
+            if each[0] >= places:
+                running.remove(each)
+        if len(done) == before:
+            return False
+    return True
+
+
+def test_nobody_waits_for_ever_where_few_blocks_run_at_a_time() -> None:
+    """Of even lengths there may be more places than blocks, and a block waits for one that begins
+    after it: two at a time are enough, whatever part of a GPU they have."""
+    found = 0
+    for num_sms in (132, 114, 78, 66):
+        for variant, cluster in ((mla_plan.SM90_FEW[0], 1), (mla_plan.SM90, 1), (mla_plan.SM90, 2)):
+            blocks = num_sms // cluster
+            for items in range(1, 5 * blocks):
+                for tokens in (256, 1024, 3072, 8192, 131072):
+                    line = mla_plan.choose_line(items, tokens, variant, 0, blocks, cluster)
+                    if line is None or line.even <= blocks or line.even == items:
+                        continue
+                    for parts in range(2, line.even // items + 1):  # fewer of short caches
+                        where = (items, tokens, parts, blocks)
+                        assert ends(items * parts, parts, blocks, at_once=2), where
+                        found += 1
+    assert found > 100
+    assert not ends(places=116, parts=4, blocks=66, at_once=1)
