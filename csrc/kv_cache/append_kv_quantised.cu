@@ -2,7 +2,8 @@
 //
 //   int8, with a scale a head that is given:  cache = k' / k_scale[head]
 //   int8 or e4m3, with a scale a token and a head that is found here:
-//       k_scale_cache[place, head] = max |k'| / (127 or 448);  cache = k' / that, 0 where it is 0
+//       k_scale_cache[place, head] = max |k'| / (127 or 448);  cache = k' / that, or 0 where it is
+//       0 or subnormal: 1 / that may be an infinity, and 0 times that is a nan
 //
 // k' = rope(norm(k)), each part only where its arguments are given; of v neither. Rounded once,
 // from fp32. Where a token goes, and what is outside: append_kv.cu.
@@ -17,6 +18,8 @@
 // A head with a nan or an infinity has a scale that is one, so that all of it reads as nan.
 // kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 // Source: that of append_kv_normed.cu; Yao et al., "ZeroQuant", 2022 (a scale a token).
+
+#include <float.h>
 
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/int8.cuh"
@@ -235,7 +238,7 @@ __device__ __forceinline__ void append_quantised(const QuantisedArgs<T>& args) {
                                       head_idx * cache.scale_head_stride] = scale;
                 }
             }
-            inverse_scale = finds_scale && scale == 0.0f ? 0.0f : 1.0f / scale;
+            inverse_scale = finds_scale && scale < FLT_MIN ? 0.0f : 1.0f / scale;
         }
         T* out = nullptr;
         if (has_head && is_query) {

@@ -12,6 +12,7 @@ from ...errors import TensorError
 from . import common
 
 _INDICES = (torch.int32, torch.int64)
+_TINY = torch.finfo(torch.float32).tiny  # 1 / less may be an infinity
 BYTES = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # dtypes of caches, and the most they hold
 
 
@@ -258,7 +259,7 @@ class Places:
         if scale_cache is not None:
             values, scale = values.float(), values.float().abs().amax(-1) / BYTES[cache.dtype]
             scale_cache[where] = scale
-            values = torch.where(scale == 0.0, 0.0, 1.0 / scale)[..., None] * values
+            values = torch.where(scale < _TINY, 0.0, 1.0 / scale)[..., None] * values
             scale = None
         if cache.dtype in BYTES:
             # torch indexes no fp8 tensors.

@@ -127,8 +127,8 @@ def decode_attention(
     tree_mask: (seqlen_q,) or (batch_size, seqlen_q) int32 or int64, read on the device: new token i
         sees new token j where bit j of word i is set, instead of those up to its own, and all keys
         before the new ones. Its sequence are those, in their order: it is rotated, and window and
-        ALiBi count, as if it were appended behind the others of them. Drafts of a tree:
-        `ops.trees.tree_mask(parents)`.
+        ALiBi count, as if it were appended behind the others of them; without a bit, as the first
+        new one. Drafts of a tree: `ops.trees.tree_mask(parents)`.
 
     Returns out, or (out, lse). Rows without a key are 0, with lse -inf, or of a row that is not
     finished the sink. Two runs give the same
