@@ -275,3 +275,7 @@ def test_a_grid_in_brackets_is_told_how_to_launch(fakecuda: FakeCuda) -> None:
     for grid in ((1,), (1, 256), lambda meta: (1,)):
         with pytest.raises(TypeError, match=r"launch_probe_5\(gridDim, blockDim, params="):
             probe[grid]
+    for go_through in (iter, list, lambda f: 1 in f):
+        with pytest.raises(TypeError, match=r"not iterable|not a container"):
+            go_through(probe)
+    assert np.asarray(probe).shape == ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     }},
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
+}  # fmt: skip
+# Sizes of transformers' classes, which models that see leave out of their text_config.
+_BIG = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWENS = {
+    **_BIG, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
+}  # fmt: skip
+_GEMMAS = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+_INSIDE: dict[str, dict[str, Any]] = {
+    "llama": {
+        **_BIG, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        **_BIG, "intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072,
+    },
+    "qwen2": _QWENS, "qwen3": _QWENS, "gemma3": _GEMMAS, "gemma3_text": _GEMMAS,
 }  # fmt: skip
 
 NAMED: dict[str, dict[str, Any]] = {
@@ -137,6 +153,7 @@ class ModelConfig:
         if "text_config" in config:  # whose outside says what is tied; Gemma 3's also in silence
             outer = config
             config = {"model_type": outer.get("model_type"), **outer["text_config"]}
+            config = {**_INSIDE.get(config["model_type"], {}), **config}
             if outer.get("model_type") == "gemma3" or "tie_word_embeddings" in outer:
                 config["tie_word_embeddings"] = outer.get("tie_word_embeddings", True)
         kind = config.get("model_type")
@@ -183,8 +200,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def how_to_get(folder: str | Path) -> str:
     """What to add to an error where a name is rather one of the hub's than a folder's."""
-    is_name = len(Path(folder).parts) == 2 and not Path(folder).exists()
-    return f"; hf download {folder} --local-dir {Path(folder).name} brings one" * is_name
+    is_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(folder)) and not Path(folder).exists()
+    return f"; hf download {folder} --local-dir {Path(folder).name} brings one" * bool(is_name)
 
 
 def package(name: str, what: str) -> Any:

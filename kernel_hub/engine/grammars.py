@@ -69,9 +69,13 @@ class Grammars:
         if not ends:
             raise RequestError("The model has no token to end JSON with.")
         if engine.tokenizer is not None:
-            how: dict[str, Any] = {"n_vocab": engine.vocab_size, "eos_token": ends}
+            text, size = engine.tokenizer.to_str(), engine.vocab_size
+            if engine.tokenizer.get_vocab_size() > size:  # by the image token of Gemma 3's text
+                told = json.loads(text)
+                told["added_tokens"] = [x for x in told["added_tokens"] if x["id"] < size]
+                text = json.dumps(told)
             try:
-                return LLTokenizer(engine.tokenizer.to_str(), **how)
+                return LLTokenizer(text, n_vocab=size, eos_token=ends)
             except ValueError as error:
                 raise RequestError(f"JSON by this model's tokenizer: {error}") from error
         return LLTokenizer(TokenizerWrapper(_Bytes(engine.vocab_size, ends[0])), eos_token=ends)

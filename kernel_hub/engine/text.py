@@ -71,12 +71,12 @@ class Tokenizer:
         path = folder / "tokenizer_config.json"
         self._config = read_json(path) if path.is_file() else {}
         older = folder / "special_tokens_map.json"
-        if "added_tokens_decoder" not in self._config and older.is_file():
-            self._config |= read_json(older)
+        is_older = "added_tokens_decoder" not in self._config and older.is_file()
         try:
-            self._names = self._named(vocab_size)
+            self._names = self._named(read_json(older) if is_older else {}, vocab_size)
         except (AttributeError, TypeError, ValueError) as error:
-            raise ModelError(f"{path}: no tokens of a tokenizer: {error}") from None
+            where = older if is_older else path
+            raise ModelError(f"{where}: no tokens of a tokenizer: {error}") from None
         # Text, or several by name; and files of theirs, as transformers writes them.
         given = self._config.get("chat_template")
         if not isinstance(given, list):
@@ -89,43 +89,47 @@ class Tokenizer:
             name = file.stem.replace("chat_template", "default")
             self._templates[name] = file.read_text(encoding="utf-8")
 
-    def _named(self, vocab_size: int | None) -> dict[str, str]:
-        """Special tokens by name, as templates know them; those of tokenizer_config.json that
-        tokenizer.json lacks, or has otherwise, are added, as transformers does. Not where the model
-        has no row for them: with a token more than rows no grammar can be followed."""
+    def _named(self, older: dict[str, Any], vocab_size: int | None) -> dict[str, str]:
+        """Special tokens by name, as templates know them; those of the files that tokenizer.json
+        lacks, or has otherwise, are added, as transformers does. Not where the model has no row
+        for them: there they are text."""
         added: Any = package("tokenizers", "models' tokenizers are run").AddedToken
-        extra, own = self._config.get("extra_special_tokens"), self._config
-        told = [
-            added(**token) for _, token in sorted(
-                (own.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])
-            )
-        ]  # fmt: skip
-        known = [*self.fast.get_added_tokens_decoder().values()]
-        more = [token for token in told if repr(token) not in {*map(repr, known)}]
-        spelled = {token.content: token for token in told or known}
-        names, tokens = dict[str, str](), dict[str, Any]()
-        every = {**own, **(extra if isinstance(extra, dict) else {})}
-        for name in sorted(every, key=lambda name: (*_SPECIAL, name).index(name)):
-            if not name.endswith("_token") or not isinstance(value := every[name], (str, dict)):
-                continue  # add_bos_token, say
-            if isinstance(value, dict):
-                value = {key: x for key, x in value.items() if key not in ("__type", "special")}
-                value = added(**value, special=True)
-            text = names[name] = value if isinstance(value, str) else value.content
-            tokens.setdefault(text, spelled.get(text, value))
-        texts = {token.content for token in (*known, *more)}
-        more += [
-            added(value, special=True) if isinstance(value, str) else value
-            for text, value in tokens.items() if text not in texts
-        ]  # fmt: skip
-        lacks = [token.content for token in more if self.fast.token_to_id(token.content) is None]
-        size = self.fast.get_vocab_size()
-        over = lacks[max(0, vocab_size - size) :] if vocab_size else []
-        self.fast.add_tokens([token for token in more if token.content not in over])
-        self.fast.add_special_tokens([
-            added(value, special=True, normalized=False) if isinstance(value, str) else value
-            for text, value in tokens.items() if text not in over
-        ])  # fmt: skip
+        own, known = {**self._config, **older}, self.fast.get_added_tokens_decoder()
+        keys = ("extra_special_tokens", "additional_special_tokens")  # a list, or more names
+        extra = [x for file in (self._config, older) for key in keys if (x := file.get(key))]
+        told, texts = known, {token.content for token in known.values()}
+        if "added_tokens_decoder" in own:
+            told = {int(i): added(**x) for i, x in (own["added_tokens_decoder"] or {}).items()}
+        more = {told[i].content: told[i] for i in sorted(told)}
+        texts |= more.keys()
+
+        def taken(value: Any) -> str:
+            """The text of a special token, which is added where it is none yet."""
+            given = {"special": True, **(value if isinstance(value, dict) else {"content": value})}
+            given.pop("__type", None)
+            token = added(**given)
+            if token.content not in texts:
+                more[token.content] = token
+            return token.content
+
+        named = {key: x for key, x in own.items() if key.endswith("_token")}
+        for each in extra:
+            named |= each if isinstance(each, dict) else {}
+        names = {
+            key: taken(named[key])
+            for key in sorted(named, key=lambda key: (*_SPECIAL, key).index(key))
+            if isinstance(named[key], (str, dict))  # not add_bos_token, say
+        }
+        for value in next((each for each in extra if isinstance(each, list)), ()):
+            taken(value)
+        for text in more.keys() & {*names.values()}:
+            more[text].special = True
+        if vocab_size is not None:
+            first = max(self.fast.get_vocab_size(False), *(i + 1 for i in known), 0)
+            lacks = [text for text in more if self.fast.token_to_id(text) is None]
+            for text in lacks[max(0, vocab_size - first) :]:
+                del more[text]
+        self.fast.add_tokens([*more.values()])
         return names
 
     def encode(self, text: str, is_special: bool = True) -> list[int]:

@@ -225,8 +225,11 @@ def load(
             ))  # fmt: skip
     rows = group.share(c.vocab_size)
     head = embedding = read(_EMBEDDING, c.vocab_size, hidden, span=rows)
-    if not c.is_tied or source.has_head:
+    # One of the same values is no head of its own, as in transformers. Told where the files are: a
+    # second copy on a GPU would stay out of its free memory.
+    ends = ((name, (c.vocab_size, hidden), 0, *rows) for name in (_EMBEDDING, _HEAD))
+    if not c.is_tied or (
+        source.has_head and not torch.equal(*(source.read(*end).to(dtype) for end in ends))
+    ):
         head = read(_HEAD, c.vocab_size, hidden, span=rows)
-        if c.is_tied and torch.equal(head, embedding):  # as in transformers; else it is no tie
-            head = embedding
     return Weights(embedding, head, read("model.norm.weight", hidden), layers)

@@ -129,6 +129,8 @@ class KernelFunction(OfThisProcess, partial, Documented):  # type: ignore[type-a
         form = f"{self.__name__}(gridDim, blockDim, params=[...])"
         raise TypeError(f"{self.__name__}[{grid!r:.40}]: a launch is no subscript but {form}")
 
+    __iter__ = None  # which __getitem__ alone would give
+
     def __hash__(self) -> int:
         return id(self)
 

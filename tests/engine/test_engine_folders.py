@@ -184,6 +184,10 @@ def test_a_head_of_its_own_counts_whatever_the_configuration_says(tmp_path: Path
             is_one = weights.head.data_ptr() == weights.embedding.data_ptr()
             assert is_one == (is_tied and own is not head)
         assert found[0] == found[1]
+    wide = tensors["model.embed_tokens.weight"].float()  # the same numbers, whatever holds them
+    safetensors.save_file({**tensors, "lm_head.weight": wide}, path)
+    weights = Engine.from_pretrained(tmp_path, device="cpu").runner.model.weights
+    assert weights.head.data_ptr() == weights.embedding.data_ptr()
     safetensors.save_file({**tensors, "lm_head.weight": head[:50].clone()}, path)
     with pytest.raises(ModelError, match=r"lm_head\.weight: expected shape \(96, 64\)"):
         Engine.from_pretrained(tmp_path, device="cpu")
@@ -199,6 +203,10 @@ def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
         safetensors.save_file({**tensors, name: tensors[name].to(dtype)}, path)
         with pytest.raises(ModelError, match=f"{name}: .* found {said}"):
             Engine.from_pretrained(tmp_path, device="cpu")
+    safetensors.save_file(tensors, path)
+    for nothing in (None, {}):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": nothing}))
+        assert Engine.from_pretrained(tmp_path, device="cpu")
     for quantised, said in (({"quant_method": "awq"}, "'awq'"), ({"bits": 4}, "quantization")):
         (tmp_path / "config.json").write_text(
             json.dumps(config | {"quantization_config": quantised})
@@ -243,6 +251,9 @@ def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
         Engine.from_pretrained(tmp_path / "model.gguf", device="cpu")
     with pytest.raises(ModelError, match="hf download org/name --local-dir name"):
         Engine.from_pretrained("org/name", device="cpu")
+    for path in ("/no_such", "../no_such", "~/no_such", "no_such"):  # no names of the hub's
+        with pytest.raises(ModelError, match=r"config\.json$"):
+            Engine.from_pretrained(path, device="cpu")
 
 
 def test_an_embedding_is_tied_as_the_outside_of_a_model_says(tmp_path: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the engine is torch's")
 
+from kernel_hub.engine.grammars import Grammars
 from kernel_hub.engine.text import Bytes, TextStream, text_of
 from kernel_hub.errors import RequestError
 
@@ -148,6 +152,10 @@ def test_tokens_are_added_as_far_as_the_model_has_rows(tmp_path: Path) -> None:
         assert own.fast.get_vocab_size() == size
         assert own.chat(messages) == ([6, 2] if size == 7 else own.encode("[PAD] w1"))
         assert own.decode([1, 2]) == "w1", "what has a name is special"
+    words_of(5, special=40).save(str(tmp_path / "tokenizer.json"))  # ids with a hole
+    for rows, size in ((41, 7), (42, 8)):
+        assert text_of(tmp_path, rows).fast.get_vocab_size() == size
+    words_of(5).save(str(tmp_path / "tokenizer.json"))
     older = {"bos_token": "w2", "eos_token": {"content": "w3", "lstrip": False}}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
     told = {"chat_template": "{{ bos_token }} {{ eos_token }}", "bos_token": "w0"}
@@ -156,10 +164,45 @@ def test_tokens_are_added_as_far_as_the_model_has_rows(tmp_path: Path) -> None:
         assert text_of(tmp_path, 6).chat(messages) == wanted
 
 
-def words_of(count: int) -> Any:
-    """A tokenizer of that many words, w0 and on, from 1 on."""
+def test_thousands_of_added_tokens_are_read_at_once(tmp_path: Path) -> None:
+    """Gemma 3 has 6,415, whose two files say the same of them."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizer of a folder")
+    made = words_of(5)
+    made.add_special_tokens([tokenizers.AddedToken(f"<unused{i}>") for i in range(6415)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    added = json.loads(made.to_str())["added_tokens"]
+    told = {token.pop("id"): {**token, "lstrip": True} for token in added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": told}))
+    began = time.process_time()
+    assert text_of(tmp_path).encode("w1 <unused6414>")[-1] == 6 + 6414
+    assert time.process_time() - began < 3.0  # 0.1 measured, 7 where each is held beside each
+
+
+def test_json_by_a_tokenizer_of_more_tokens_than_the_model_has_rows() -> None:
+    """Gemma 3's text alone has none for the token of an image."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizer of a folder")
+    pytest.importorskip("llguidance", reason="the grammars of JSON answers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate(["</s>", *alphabet])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["</s>", "<image>"])
+    for size in (257, 258, 300):
+        engine = SimpleNamespace(tokenizer=made, vocab_size=size, eos_token_ids={0})
+        (grammar,) = Grammars(engine).json({"type": "integer"}, 1)
+        mask = np.zeros(-(-size // 32), np.int32)
+        grammar.bitmask(mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        assert sorted(alphabet[i - 1] for i in bits.nonzero()[0]) == [*"-0123456789"]
+
+
+def words_of(count: int, special: int | None = None) -> Any:
+    """A tokenizer of that many words, w0 and on, from 1 on; and a special one of that id."""
     tokenizers = pytest.importorskip("tokenizers", reason="the tokenizer of a folder")
     words = {"<unk>": 0, **{f"w{i}": i + 1 for i in range(count)}}
+    words |= {} if special is None else {"<end>": special}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens([] if special is None else ["<end>"])
     return made

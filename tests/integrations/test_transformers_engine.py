@@ -200,50 +200,63 @@ def test_odd_templates(template: Any, in_files: bool, tmp_path: Path) -> None:
             assert own.chat(messages, **more) == fast.encode(whole, add_special_tokens=False)
 
 
-NAMED = ["<s>", "</s>", "<new>", "<zz>", "plain"]
+NAMED = ["<s>", "</s>", "<new>", "<zz>", "plain", "<im>", "<x>", "<y>"]
+LISTS = ("extra_special_tokens", "additional_special_tokens")
 
 
-def drawn_token(lot: Lots, text: str | None) -> Any:
-    """A special token as files spell it: none, its text, or an object."""
-    fields = {"lstrip": False, "rstrip": False, "normalized": False}
-    return text if text is None or lot.random() < 0.5 else {"content": text, **fields}
+def drawn_token(lot: Lots, text: str) -> dict[str, Any]:
+    """A token as files spell it."""
+    likely = {"lstrip": 0.2, "rstrip": 0.2, "normalized": 0.3, "special": 0.6, "single_word": 0.0}
+    return {"content": text, **{name: lot.random() < p for name, p in likely.items()}}
 
 
 @pytest.mark.skipif(is_older(), reason="transformers 5 reads them so")
 def test_special_tokens_wherever_a_folder_has_them(tmp_path: Path) -> None:
-    """In tokenizer_config.json, an older special_tokens_map.json, or as tokens that are added."""
+    """In tokenizer.json, tokenizer_config.json, an older special_tokens_map.json; by name, in a
+    list, as tokens that are added or are none yet. A text is spelled in one way by all names."""
+    import tokenizers
     from transformers import AutoTokenizer
 
     tokenizer_into(tmp_path)
     lot = Lots("engine special tokens")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    template = "".join(f"{{{{ {name}_token }}}}|" for name in ("bos", "eos", "pad", "odd"))
-    for i in range(20):
-        texts = lot.sample([None, None, *NAMED], 4)
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        tokens = {x: drawn_token(lot, text) for x, text in zip(names, texts, strict=True)}
-        file: dict[str, Any] = {"chat_template": template + "{{ messages[0].content }}"}
-        for name in (name for name in tokens if lot.random() < 0.6):
-            is_text = tokens[name] is None or isinstance(tokens[name], str)
-            file[name] = tokens[name] if is_text else {"__type": "AddedToken", **tokens[name]}
-        if lot.random() < 0.3:
-            file["extra_special_tokens"] = {"odd_token": lot.choice(NAMED)}
-        if lot.random() < 0.5:
-            content, is_special = lot.choice(["<new>", "</s>", "more"]), lot.random() < 0.7
-            number = {"</s>": 1}.get(content, 500)
-            file["added_tokens_decoder"] = {
-                str(number): {"content": content, "special": is_special, "normalized": False}
-            }
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token")
+    template = "".join(f"{{{{ {name} }}}}|" for name in (*names, "odd_token"))
+    for i in range(60):
         folder = tmp_path / str(i)
         folder.mkdir()
-        for name in ("config.json", "tokenizer.json"):
-            (folder / name).write_bytes((tmp_path / name).read_bytes())
-        (folder / "tokenizer_config.json").write_text(json.dumps(file))
+        made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        for text in lot.sample(NAMED, lot.randint(0, 4)):
+            made.add_tokens([tokenizers.AddedToken(**drawn_token(lot, text))])
+        made.save(str(folder / "tokenizer.json"))
+        spelled: dict[str, Any] = {
+            text: lot.choice([text, {"__type": "AddedToken", **drawn_token(lot, text)}])
+            for text in NAMED
+        }
+        file: dict[str, Any] = {name: lot.choice(NAMED) for name in names if lot.random() < 0.6}
+        file = {name: spelled[text] for name, text in file.items()}
         if lot.random() < 0.5:
-            older = {name: value for name, value in tokens.items() if value is not None}
+            file[lot.choice(LISTS)] = [spelled[text] for text in lot.sample(NAMED, 2)]
+        elif lot.random() < 0.3:
+            file["extra_special_tokens"] = {"odd_token": spelled[lot.choice(NAMED)]}
+        if lot.random() < 0.5:
+            tokens = {token.pop("id"): token for token in json.loads(made.to_str())["added_tokens"]}
+            for token in tokens.values():
+                token["special"] ^= lot.random() < 0.2
+            news = [text for text in NAMED if made.token_to_id(text) is None]
+            if news and lot.random() < 0.4:
+                tokens[500] = drawn_token(lot, news[0])
+            file["added_tokens_decoder"] = tokens
+        file |= {"chat_template": template + "{{ messages[0].content }}"}
+        file |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(file))
+        if lot.random() < 0.4:
+            older = {name: spelled[lot.choice(NAMED)] for name in names[:4] if lot.random() < 0.5}
+            if lot.random() < 0.4:
+                older[LISTS[1]] = [spelled[text] for text in lot.sample(NAMED, 2)]
             (folder / "special_tokens_map.json").write_text(json.dumps(older))
+        (folder / "config.json").write_text('{"model_type": "llama"}')
         own, truth = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-        for text in ("more plain <new></s> words<zz> ", " <s> more"):
+        for text in ("more plain <new></s> words<zz> ", " <s> more <x> <y> <im> plain"):
             assert own.encode(text) == truth.encode(text), (i, lot, file)
             messages = [{"role": "user", "content": text}]
             whole = truth.apply_chat_template(messages, tokenize=False)
@@ -291,6 +304,23 @@ def test_what_a_file_leaves_out_is_what_the_class_has(family: str) -> None:
             plain = theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
             own = rotary.frequencies_of(found.raw, layer_type=kind).inv_freq
             assert torch.allclose(own, plain), (lot, theta)
+
+
+@pytest.mark.skipif(is_older(), reason="transformers 5 reads them so")
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_sizes_that_a_text_config_leaves_out_are_those_of_its_class(family: str) -> None:
+    """As LLaVA 1.5's and 1.6's, Qwen2-Audio's and Gemma 3's files do."""
+    truth = type(tiny_models.config_of(family))()
+    inside = {"model_type": truth.model_type}
+    found = ModelConfig.from_dict({"model_type": "other", "text_config": inside})
+    assert (
+        found.hidden_size, found.intermediate_size, len(found.layers), found.num_heads,
+        found.num_kv_heads, found.vocab_size, found.max_position,
+    ) == (
+        truth.hidden_size, truth.intermediate_size, truth.num_hidden_layers,
+        truth.num_attention_heads, truth.num_key_value_heads, truth.vocab_size,
+        truth.max_position_embeddings,
+    )  # fmt: skip
 
 
 ROPES = [
