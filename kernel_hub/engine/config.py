@@ -39,7 +39,9 @@ _GEMMA: dict[str, Any] = {
     },
 }  # fmt: skip
 _GEMMA3: dict[str, Any] = {
-    **_GEMMA, "qk_norm": "head", "full_every": 6, "defaults": {
+    **_GEMMA, "qk_norm": "head", "full_every": 6,
+    "sizes": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    "defaults": {
         **_GEMMA["defaults"], "vocab_size": 262208, "max_position_embeddings": 131072,
         "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
@@ -48,16 +50,29 @@ _QWEN = {
     "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096,
     "max_window_layers": 28,
 }  # fmt: skip
-# model_type -> what differs from Llama. full_every: of that many layers the last has no window.
+_BIG = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWEN_SIZES = {
+    **_BIG, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
+}  # fmt: skip
+# model_type -> what differs from Llama. full_every: of that many layers the last has no window;
+# sizes: what models that see leave to transformers' class in their text_config.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"full_every": 0, "defaults": {"num_key_value_heads": 8, "sliding_window": 4096}},
+    "llama": {"sizes": {
+        **_BIG, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048,
+    }},
+    "mistral": {
+        "full_every": 0, "defaults": {"num_key_value_heads": 8, "sliding_window": 4096},
+        "sizes": {
+            **_BIG, "intermediate_size": 14336, "vocab_size": 32000,
+            "max_position_embeddings": 131072,
+        },
+    },
     "mixtral": {"full_every": 0, "moe_names": _MIXTRAL, "defaults": {
         "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     }},
-    "qwen2": {"qkv_bias": True, "defaults": _QWEN},
-    "qwen3": {"qk_norm": "head", "defaults": {**_QWEN, "head_dim": 128}},
+    "qwen2": {"qkv_bias": True, "sizes": _QWEN_SIZES, "defaults": _QWEN},
+    "qwen3": {"qk_norm": "head", "sizes": _QWEN_SIZES, "defaults": {**_QWEN, "head_dim": 128}},
     "qwen3_moe": {"qk_norm": "head", "moe_names": _EXPERTS, "defaults": {
         **_QWEN, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": False,
@@ -68,21 +83,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     }},
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
-}  # fmt: skip
-# Sizes of transformers' classes, which models that see leave out of their text_config.
-_BIG = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-_QWENS = {
-    **_BIG, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
-}  # fmt: skip
-_GEMMAS = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
-_INSIDE: dict[str, dict[str, Any]] = {
-    "llama": {
-        **_BIG, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        **_BIG, "intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072,
-    },
-    "qwen2": _QWENS, "qwen3": _QWENS, "gemma3": _GEMMAS, "gemma3_text": _GEMMAS,
 }  # fmt: skip
 
 NAMED: dict[str, dict[str, Any]] = {
@@ -150,10 +150,10 @@ class ModelConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json. Raises ModelError naming what is not known or missing."""
         outer_eos = config.get("eos_token_id")
-        if "text_config" in config:  # whose outside says what is tied; Gemma 3's also in silence
+        is_inside = "text_config" in config
+        if is_inside:  # whose outside says what is tied; Gemma 3's also in silence
             outer = config
             config = {"model_type": outer.get("model_type"), **outer["text_config"]}
-            config = {**_INSIDE.get(config["model_type"], {}), **config}
             if outer.get("model_type") == "gemma3" or "tie_word_embeddings" in outer:
                 config["tie_word_embeddings"] = outer.get("tie_word_embeddings", True)
         kind = config.get("model_type")
@@ -161,7 +161,8 @@ class ModelConfig:
             known = listed(nearest(kind, FAMILIES))
             raise ModelError(f"model_type {kind!r} is not one the engine runs; those are {known}")
         family = FAMILIES[kind]
-        config = {**family.get("defaults", {}), **config}
+        sizes = family.get("sizes", {}) if is_inside else {}
+        config = {**family.get("defaults", {}), **sizes, **config}
         try:
             return _described(cls, config, family, config.get("eos_token_id", outer_eos))
         except ModelError:

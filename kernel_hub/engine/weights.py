@@ -225,11 +225,10 @@ def load(
             ))  # fmt: skip
     rows = group.share(c.vocab_size)
     head = embedding = read(_EMBEDDING, c.vocab_size, hidden, span=rows)
-    # One of the same values is no head of its own, as in transformers. Told where the files are: a
-    # second copy on a GPU would stay out of its free memory.
-    ends = ((name, (c.vocab_size, hidden), 0, *rows) for name in (_EMBEDDING, _HEAD))
-    if not c.is_tied or (
-        source.has_head and not torch.equal(*(source.read(*end).to(dtype) for end in ends))
-    ):
-        head = read(_HEAD, c.vocab_size, hidden, span=rows)
+    if source.has_head or not c.is_tied:
+        own = source.read(_HEAD, (c.vocab_size, hidden), 0, *rows).to(dtype)
+        # One of the same values is no head of its own, as in transformers. Told on the host: a
+        # second copy on a GPU would stay out of its free memory.
+        if not (c.is_tied and torch.equal(own, embedding.cpu())):
+            head = own.to(device)
     return Weights(embedding, head, read("model.norm.weight", hidden), layers)
