@@ -11,16 +11,22 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from . import driver as _driver
 from .arrays import interop
 from .driver import apart
-from .errors import CudaDriverError, DriverNotFoundError, FunctionNotFoundError, ParamsError
+from .errors import (
+    CudaDriverError,
+    DriverNotFoundError,
+    FunctionNotFoundError,
+    KernelHubError,
+    ParamsError,
+)
 from .image.demangle import Symbols, cxx_names
 from .image.retyped import DeclaredImage
-from .image.shipped import Image, open_image
+from .image.shipped import Image, ShippedImage, open_image
 from .launch import c_launcher, loader
 from .launch.bound import BoundLaunch
 from .launch.function import KernelFunction, device_number, hook_fork, live
@@ -142,7 +148,9 @@ class Kernel(OfThisProcess):
         """What every way to make a Kernel ends with: the functions `names` of `image`."""
         if keep not in (None, True, False):
             raise ParamsError(f"keep={keep!r:.80}: True, False or None")
-        found = image.names()
+        # Of all that is shipped a list is made when somebody asks for it.
+        self._shipped = image if type(image) is ShippedImage and names is None else None
+        found = image.names() if self._shipped is None or signatures else ()
         available = Symbols(found or ())
         # Of None, too, Mapping asks all its subclasses: half a millisecond with torch's.
         if signatures is not None and isinstance(signatures, Mapping):
@@ -153,6 +161,8 @@ class Kernel(OfThisProcess):
         self._log = ""
         self._functions: dict[str, KernelFunction] = {}
         self._symbols: dict[str, str] = {}  # by the C++ names that were asked for
+        if self._shipped is not None:
+            return
         if names is None:
             if found is None:
                 raise FunctionNotFoundError(
@@ -165,11 +175,18 @@ class Kernel(OfThisProcess):
             if name not in available:
                 image.spec(name)  # raises, unless it may be in what only the driver can unpack
         self._names = names
-        self._known = Symbols(names)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(self._image.names() or ())
+
+    @cached_property
+    def _known(self) -> Symbols:
+        return Symbols(self._names)
 
     def __getattr__(self, name: str) -> KernelFunction:
         # Reached only until the function is in the instance's dict.
-        if name.startswith("_") and name not in self.__dict__.get("_known", ()):
+        if name.startswith("_") and ("_functions" not in self.__dict__ or name not in self._known):
             raise AttributeError(name)  # but C++ functions have names like _Z6kernelPf
         return self[name]
 
@@ -189,6 +206,8 @@ class Kernel(OfThisProcess):
 
     def _symbol(self, name: str) -> str:
         """The function's name in the image, for that or its C++ name."""
+        if self._shipped is not None and self._shipped.has(name):
+            return name
         if name not in self._known and name not in self._symbols:
             symbol = self._known.find(name)
             if symbol not in self._known:
@@ -322,6 +341,14 @@ def open_ahead() -> None:
     if torch is not None and torch.cuda.is_initialized():
         with contextlib.suppress(DriverNotFoundError, CudaDriverError):
             _driver.get()
+
+
+def read_ahead(kernel: Kernel, compute_capability: tuple[int, int]) -> None:
+    """Have a shipped image read and verified ahead of its load. What is wrong with it, the load
+    says."""
+    if kernel._shipped is not None:
+        with contextlib.suppress(KernelHubError):
+            kernel._shipped.read_ahead(compute_capability)
 
 
 def _reset_for_tests() -> None:

@@ -23,6 +23,7 @@ from .collection.resolve import names_target
 from .errors import CubinNotFoundError, ParamsError, listed, nearest
 from .kernel import Kernel
 from .kernel import open_ahead as open_ahead
+from .kernel import read_ahead as read_ahead
 
 ENTRY_POINT_GROUP = "kernel_hub.cubins"
 _VERSION = re.compile(r"\d+(\.\w+)*([+!-]\w[\w.]*)?")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import CubinCorruptError
@@ -174,7 +175,9 @@ class JsonObject:
 
 
 _PARAM = ("name", "type", "size_bytes", "offset_bytes")
-_PARAM_TYPES: list[type] = [str, str, int, int]
+_COLUMN_TYPES: list[set[type]] = [{str}, {str}, {int}, {int}]
+# `ParamEntry(*row)`, without a line of Python.
+_new_entry: Any = partial(tuple.__new__, ParamEntry)
 # What a function's entry leaves out from format 2 on, being so of most.
 UNSAID = {
     "static_shared_bytes": 0, "local_bytes": 0, "max_threads": None, "required_block": None,
@@ -222,13 +225,22 @@ class _Numbered(Generic[T]):
 
 def _params(raw: object, where: str) -> tuple[ParamEntry, ...]:
     rows = JsonObject({"params": raw}, where).array("params")
+    if _are_rows(rows):  # without a line of Python for each
+        return tuple(map(_new_entry, rows))
     return tuple([_param(row, where, i) for i, row in enumerate(rows)])
+
+
+def _are_rows(rows: list[Any]) -> bool:
+    """Whether all are as `to_json` writes a parameter, looked at column by column."""
+    if {*map(type, rows)} != {list} or {*map(len, rows)} != {len(_PARAM)}:
+        return False
+    columns = [*zip(*rows, strict=True)]
+    types = [{*map(type, column)} for column in columns]
+    return types == _COLUMN_TYPES and min(columns[2]) >= 0 <= min(columns[3])
 
 
 def _param(raw: object, where: str, number: int) -> ParamEntry:
     if type(raw) is list:
-        if [*map(type, raw)] == _PARAM_TYPES and raw[2] >= 0 <= raw[3]:  # 0.2 us for 8
-            return ParamEntry(*raw)
         raw = dict(zip(_PARAM, raw, strict=False))
     read = JsonObject(raw, f"{where}[{number}]")
     return ParamEntry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -10,7 +11,6 @@ from typing import Any
 
 from ..errors import CubinCorruptError
 
-_FEW = 8
 _NAME = re.compile(r"[\w.$-]+")
 
 
@@ -37,41 +37,40 @@ def split(text: bytes, start: int, end: int, indent: bytes) -> dict[str, slice] 
 class Lines(Sequence[object]):
     """A JSON list with each entry on a line of its own, `text[part]`.
 
-    An entry is JSON not decoded yet, as bytes. The first few are looked for, then all are cut up.
+    An entry is JSON not decoded yet, as bytes. Lines are looked for up to the one asked for, once.
     """
 
     def __init__(self, text: bytes, part: slice) -> None:
-        self._text, self._part = text, part
-        self._entries: list[bytes] | None = None
-        self._num_found = 0
+        self._text, self._stop = text, part.stop
+        # Where entries begin that were found; behind the last one where a next would.
+        self._starts: list[int] = [part.start] if part.start < part.stop else [part.stop + 2]
 
-    def _all(self) -> list[bytes]:
-        if self._entries is None:
-            lines = self._text[self._part]
-            self._entries = lines.split(b",\n") if lines else []
-        return self._entries
+    def _reach(self, number: float) -> list[int]:
+        """`_starts`, up to the end of the entry of that number, or of all there are."""
+        starts = self._starts
+        if len(starts) > number + 1:
+            return starts
+        text, stop, starts, comma = self._text, self._stop, starts.copy(), ord(",")
+        at = begin = starts[-1]
+        while len(starts) < number + 2 and begin <= stop:
+            while (at := text.find(b"\n", at, stop) + 1) > 0:  # a fifth of what two bytes take
+                if text[at - 2] == comma and at - 2 >= begin:
+                    break
+            begin = at or stop + 2
+            starts.append(begin)
+        self._starts = starts  # one store: what two threads find at once is the same
+        return starts
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._reach(math.inf)) - 1
 
     def __getitem__(self, number: Any) -> Any:
-        if self._entries is None and type(number) is int and number >= 0 and self._num_found < _FEW:
-            self._num_found += 1
-            return self._found(number)
-        return self._all()[number]
-
-    def _found(self, number: int) -> bytes:
-        """The entry of that number as `split` would give it."""
-        text, at, stop = self._text, self._part.start, self._part.stop
-        begin, comma = at, ord(",")
-        while (at := text.find(b"\n", at, stop) + 1) > 0:  # a fifth of what two bytes take
-            if text[at - 2] == comma and at - 2 >= begin:
-                if number == 0:
-                    return text[begin : at - 2]
-                number, begin = number - 1, at
-        if number or self._part.start == stop:
+        if number < 0:
+            number += len(self)
+        starts = self._reach(number)
+        if not 0 <= number < len(starts) - 1:
             raise IndexError("list index out of range")
-        return text[begin:stop]
+        return self._text[starts[number] : starts[number + 1] - 2]
 
 
 class EntryLines(Mapping[str, object]):

@@ -21,6 +21,11 @@ _local = threading.local()
 _running: set[_thread.LockType] = set()  # one lock a function that runs; released at its end
 
 
+def is_apart() -> bool:
+    """Whether this is a thread of `begin`'s."""
+    return getattr(_local, "is_apart", False)
+
+
 def run(function: Callable[..., T], *args: Any) -> T:
     """`function(*args)` in a thread of its own; returns what it returns, raises what it raises.
 
@@ -35,7 +40,7 @@ def begin(function: Callable[..., T], *args: Any) -> Callable[[], T]:
 
     Where there is no other thread to have, it is done when the result is asked.
     """
-    if getattr(_local, "is_apart", False) or sys.is_finalizing():
+    if is_apart() or sys.is_finalizing():
         return partial(function, *args)
     task = [partial(contextvars.copy_context().run, function, *args)]
     result: list[T] = []
@@ -76,6 +81,21 @@ def begin(function: Callable[..., T], *args: Any) -> Callable[[], T]:
         return result.pop()
 
     return found
+
+
+def begin_held(function: Callable[[], object]) -> threading.Lock | None:
+    """Start `function()` as `begin` does: the lock that its thread holds up to the end. None where
+    there is no thread to have, and nothing was done."""
+    held = threading.Lock()
+    held.acquire()
+
+    def work() -> None:
+        try:
+            function()
+        finally:
+            held.release()
+
+    return None if isinstance(begin(work), partial) else held
 
 
 @atexit.register

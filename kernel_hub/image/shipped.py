@@ -6,6 +6,7 @@ An image knows its functions and gives the bytes for a compute capability; it ne
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -69,6 +70,10 @@ class ShippedImage:
         self._entries: Mapping[str, CubinEntry] = collection.manifest.cubins[name]
         self._name = name
         self._specs: dict[str, _EntrySpecs] = {}  # by architecture
+        # Images that were read ahead of their load, and of which architectures any was read.
+        self._ahead: dict[str, bytes] = {}
+        self._were_read: set[str] = set()
+        self._reading = threading.Lock()
         self.label = f"{collection.package}'s cubin {name!r}"
 
     def names(self) -> Sequence[str]:
@@ -76,6 +81,11 @@ class ShippedImage:
         for entry in self._entries.values():
             found.update(dict.fromkeys(entry.functions))
         return list(found)
+
+    def has(self, name: object) -> bool:
+        """Whether it is a function of some architecture, without a list of all."""
+        entries = reversed(list(self._entries.values()))  # as `spec` asks them
+        return isinstance(name, str) and any(name in entry.functions for entry in entries)
 
     def spec(self, name: str) -> FunctionSpec:
         # The newest architecture stands for all: signatures are the same, resources nearly.
@@ -102,11 +112,27 @@ class ShippedImage:
             entry.sha256,
             "cubin",
             f"{self.label} ({entry.file})",
-            lambda: self._collection.read(entry),
+            lambda: self._read(entry),
             self._specs_of(entry),
             entry.minimum_driver,
             True,
         )
+
+    def read_ahead(self, compute_capability: tuple[int, int]) -> None:
+        """Read and verify what `choose` gives now, once; whoever asks for it first has these bytes.
+
+        Raises as that would, which tries again.
+        """
+        entry, _ = fitting(compute_capability, self._entries.values())
+        with self._reading:
+            if entry is not None and entry.arch not in self._were_read:
+                self._ahead[entry.arch] = self._collection.read(entry)
+                self._were_read.add(entry.arch)
+
+    def _read(self, entry: CubinEntry) -> bytes:
+        with self._reading:  # it may be under way
+            self._were_read.add(entry.arch)
+            return self._ahead.pop(entry.arch, None) or self._collection.read(entry)
 
 
 class _EntrySpecs(Mapping[str, FunctionSpec]):
@@ -132,11 +158,7 @@ class _EntrySpecs(Mapping[str, FunctionSpec]):
 
 def _entry_spec(entry: CubinEntry, name: str) -> FunctionSpec:
     function = entry.functions[name]
-    params = [
-        Param.make(i, p.name, p.type, p.size_bytes, p.offset_bytes)
-        for i, p in enumerate(function.params)
-    ]
-    return spec_of(function, entry.arch, params)
+    return spec_of(function, entry.arch, Param.make_all(function.params))
 
 
 def open_image(filename: Any, package: str | None) -> Image:

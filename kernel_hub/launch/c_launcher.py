@@ -253,11 +253,10 @@ class Launcher:
         asks = limits.cluster is None and limits.compute_capability >= (9, 0)
         state.max_cluster = PORTABLE_CLUSTER if asks else 0
         state.max_threads, state.shared_ready = limits.max_threads, function.shared_ready
-        for index, param in enumerate(made):
-            state.params[index] = param
-            if fixed is not None:
-                state.params[index].zero_bits = fixed.divisors[index] - 1
+        state.params[: len(made)] = made
         if fixed is not None:
+            for index in range(len(made)):
+                state.params[index].zero_bits = fixed.divisors[index] - 1
             state.fixed_block[:], state.fixed_shared = fixed.block, fixed.shared_bytes
             state.num_hidden = fixed.num_hidden
         state.num_params = len(made)

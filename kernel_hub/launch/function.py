@@ -64,6 +64,7 @@ class KernelFunction(OfThisProcess, partial, Documented):  # type: ignore[type-a
     _armed: bool
     _states: dict[int, DeviceFunction]
     _lock: threading.RLock
+    _under_way: threading.Lock | None  # held by the thread of a `load` that nobody waited for
 
     @classmethod
     def _make(cls, loader: Loader, spec: FunctionSpec) -> KernelFunction:
@@ -91,6 +92,7 @@ class KernelFunction(OfThisProcess, partial, Documented):  # type: ignore[type-a
         launch.__qualname__ = spec.name  # Python's own errors about arguments show it
         self = cls(launch)
         self._launch, self._native, self._armed = launch, None, False
+        self._under_way = None
         self._loader, self._spec, self._states, self._lock = loader, spec, states, loader.lock
         self.__name__ = spec.name
         return self
@@ -144,10 +146,20 @@ class KernelFunction(OfThisProcess, partial, Documented):  # type: ignore[type-a
         begins it; the first launch waits, and says what was wrong.
         """
         number, functions = self._device(device), (self, *others)
-        if not all(number in function._states for function in functions):
-            loaded = apart.begin(lambda: [function._state(number, 0) for function in functions])
-            # The first launch asks for the C launcher: its library is opened under the load.
-            _ = loaded() if wait else native_available()
+        if all(number in function._states for function in functions):
+            return self
+
+        def load_all() -> None:
+            for function in functions:
+                function._state(number, 0)
+
+        if wait:
+            apart.run(load_all)
+        else:
+            under_way = apart.begin_held(load_all)
+            for function in functions:
+                function._under_way = under_way
+            native_available()  # the first launch asks for its library: opened under the load
         return self
 
     def attributes(self, device: Any = None) -> dict[str, Any]:
@@ -215,6 +227,9 @@ class KernelFunction(OfThisProcess, partial, Documented):  # type: ignore[type-a
     def _state(self, device: int, stream: Any) -> DeviceFunction:
         """The function on `device`, loaded once."""
         if (state := self._states.get(device)) is None:
+            if self._under_way is not None and not apart.is_apart():
+                with self._under_way:  # its thread may not have come to the lock yet
+                    pass
             with self._lock:  # it may be loading
                 state = self._states.get(device)
         if state is None:
@@ -278,8 +293,7 @@ class KernelFunction(OfThisProcess, partial, Documented):  # type: ignore[type-a
         if getter is None or is_blocking() or not native_available():
             return None
         native = self._native or Launcher(self._launch)
-        names = generated.torch_names(state.params)
-        dtypes = [names.get(f"dtype{param.position}") for param in state.params]
+        dtypes = generated.torch_dtypes(state.params)
         return native if native.arm(state, dtypes, interop.loaded_torch(), getter, fixed) else None
 
     def _put_in_front(self, native: Launcher) -> bool:
@@ -322,30 +336,18 @@ def device_number(device: Any, where: str) -> int:
 
 
 def _call_signature(
-    gridDim: int | tuple[int, ...],
-    blockDim: int | tuple[int, ...],
-    sharedMemBytes: int = 0,
-    stream: Any = None,
-    params: Sequence[Any] | Mapping[str, Any] = (),
-    *,
-    cluster: int | tuple[int, ...] | None = None,
-    cooperative: bool = False,
-    programmatic: bool = False,
-    priority: int | None = None,
-    carveout: int | None = None,
+    gridDim: int | tuple[int, ...], blockDim: int | tuple[int, ...], sharedMemBytes: int = 0,
+    stream: Any = None, params: Sequence[Any] | Mapping[str, Any] = (), *,
+    cluster: int | tuple[int, ...] | None = None, cooperative: bool = False,
+    programmatic: bool = False, priority: int | None = None, carveout: int | None = None,
     sharedMem: int | None = None,
-) -> None: ...
+) -> None: ...  # fmt: skip
 
 
 def _first_launch(
-    gridDim: Any = ...,
-    blockDim: Any = ...,
-    sharedMemBytes: Any = NOT_GIVEN,
-    stream: Any = None,
-    params: Any = (),
-    *more: Any,
-    **options: Any,
-) -> None:
+    gridDim: Any = ..., blockDim: Any = ..., sharedMemBytes: Any = NOT_GIVEN, stream: Any = None,
+    params: Any = (), *more: Any, **options: Any,
+) -> None:  # fmt: skip
     # Runs with the namespace of `_namespace` as its globals.
     launch = prepare(params, stream, sharedMemBytes)  # type: ignore[name-defined]  # noqa: F821
     launch(gridDim, blockDim, sharedMemBytes, stream, params, *more, **options)

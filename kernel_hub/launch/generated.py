@@ -219,10 +219,20 @@ def torch_names(params: Sequence[Param]) -> dict[str, Any]:
         "Tensor": torch.Tensor if torch else _NO_TORCH,
         "current_stream": interop.raw_stream_getter() or interop.current_stream,
     }
-    for param in params:
-        if param.info is not None and param.info.dtype and _may_be_pointer(param):
-            names[f"dtype{param.position}"] = interop.torch_dtype(param.info.dtype) or _NO_TORCH
+    for param, dtype in zip(params, torch_dtypes(params), strict=True):
+        if dtype is not None:
+            names[f"dtype{param.position}"] = dtype
     return names
+
+
+def torch_dtypes(params: Sequence[Param]) -> list[Any]:
+    """The torch dtype of each parameter's tensor; None where any goes."""
+    tokens = [
+        param.info.dtype if param.info is not None and _may_be_pointer(param) else None
+        for param in params
+    ]
+    known = {token: interop.torch_dtype(token) or _NO_TORCH for token in {*tokens} if token}
+    return [known.get(token) if token else None for token in tokens]
 
 
 def fixed_names(driver: Driver, params: Sequence[Param]) -> dict[str, Any]:

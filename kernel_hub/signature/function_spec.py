@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..collection.manifest import FunctionEntry, LaunchFacts
@@ -88,7 +88,9 @@ class Image(Protocol):
         """What to load on a GPU, or CubinNotFoundError."""
 
 
-def spec_of(function: FunctionEntry | FunctionInfo, arch: str, params: list[Param]) -> FunctionSpec:
+def spec_of(
+    function: FunctionEntry | FunctionInfo, arch: str, params: Iterable[Param]
+) -> FunctionSpec:
     """The spec of a manifest's or a cubin's function with `params`."""
     return FunctionSpec(
         function.name,

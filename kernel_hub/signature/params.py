@@ -74,6 +74,17 @@ class Param(NamedTuple):
             )
         return cls(index, name or f"arg{index}", spelled, size_bytes, offset, info, scalars)
 
+    @classmethod
+    def make_all(cls, rows: Sequence[tuple[str, str, int, int]]) -> tuple[Param, ...]:
+        """`make` of each (name, type, size_bytes, offset_bytes), by columns."""
+        names, types, sizes, offsets = [*zip(*rows, strict=True)] or [()] * 4
+        spelled, infos, scalars = [*zip(*map(_known, types, sizes), strict=True)] or [()] * 3
+        pairs = zip(infos, sizes, strict=True)
+        if not all(names) or any(info and info.size_bytes != size for info, size in pairs):
+            return tuple([cls.make(i, *row) for i, row in enumerate(rows)])
+        columns = range(len(rows)), names, spelled, sizes, offsets, infos, scalars
+        return tuple(map(_new_param, zip(*columns, strict=True)))
+
     @property
     def is_pointer(self) -> bool:
         """Declared a pointer."""
@@ -256,6 +267,10 @@ class Param(NamedTuple):
             raise self.refuse(f"{found} of {len(data)} bytes")
         code = self.code
         return data if code.endswith("s") else struct.unpack(f"<{code}", data)[0]
+
+
+# `Param(*row)`, without a line of Python.
+_new_param: Any = partial(tuple.__new__, Param)
 
 
 @lru_cache(maxsize=256)  # of a kernel's sixty most are alike

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -78,9 +80,26 @@ def _entry(entries: object, number: int) -> object:
         return IndexError
 
 
-def test_of_a_long_list_one_is_found_without_cutting_it() -> None:
+def test_of_a_long_list_no_more_is_read_than_up_to_the_entry_asked_for() -> None:
     found = Lines(b",\n".join(b"%d" % number for number in range(1000)), slice(0, 4888))
-    assert found[700] == b"700" and found._entries is None
-    for number in range(20):  # many are asked for: then it is worth it
-        assert found[number] == b"%d" % number
-    assert found._entries is not None
+    assert found[700] == b"700" and len(found._starts) == 702
+    assert [found[number] for number in (3, 700, 0)] == [b"3", b"700", b"0"]
+    assert len(found._starts) == 702  # nothing is looked for twice
+    assert found[-1] == b"999" and len(found) == 1000
+
+
+def test_threads_that_read_a_list_at_once_find_each_entry_once() -> None:
+    rows = [b"%d" % number for number in range(20_000)]
+    text = b",\n".join(rows)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for _ in range(8):
+                found = Lines(text, slice(0, len(text)))
+                reads = [threads.submit(found.__getitem__, at) for at in (9_000, 12_000, 15_000)]
+                assert threads.submit(len, found).result() == len(rows)
+                assert [read.result() for read in reads] == [b"9000", b"12000", b"15000"]
+                assert len(found) == len(rows)
+    finally:
+        sys.setswitchinterval(interval)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,17 @@ import pytest
 from fakecuda import FakeCuda
 
 from kernel_hub import Kernel
-from kernel_hub.collection.manifest import find_collection
+from kernel_hub.collection.manifest import Collection, CubinEntry, find_collection
 from kernel_hub.cubin import image_kind, read_cubin, read_fatbin, unpack
-from kernel_hub.errors import CubinCorruptError, CubinNotFoundError, CudaDriverError, ParamsError
+from kernel_hub.errors import (
+    CubinCorruptError,
+    CubinNotFoundError,
+    CudaDriverError,
+    FunctionNotFoundError,
+    ParamsError,
+)
+from kernel_hub.image.shipped import ShippedImage
+from kernel_hub.kernel import read_ahead
 
 DATA = Path(__file__).parents[1] / "cubin/data"
 ROOT = Path(__file__).parents[2]
@@ -130,3 +139,95 @@ def test_a_shipped_file_that_changed(
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(CubinCorruptError, match="sha256"):
         kernel.image()
+
+
+def test_what_is_shipped_is_listed_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    names = ShippedImage.names
+    monkeypatch.setattr(
+        ShippedImage, "names", lambda image: listed.append(image.label) or names(image)
+    )
+    kernel = Kernel("launch_probe")
+    function = kernel.launch_probe_5
+    assert kernel["launch_probe_5"] is function and not listed
+    assert not hasattr(kernel, "_repr_html_")
+    with pytest.raises(FunctionNotFoundError, match="launch_probe_5"):
+        kernel["launch_probe_05"]
+    assert listed
+    assert kernel.function_names == names(kernel._image) == [*kernel]
+    assert "launch_probe_5" in kernel and "launch_probe_05" not in kernel and 5 not in kernel
+    with pytest.raises(FunctionNotFoundError):
+        kernel[5]  # type: ignore[index]
+    only = Kernel("launch_probe", ["launch_probe_5"])
+    assert only.function_names == ["launch_probe_5"]
+    other = next(name for name in kernel if name != "launch_probe_5")
+    with pytest.raises(FunctionNotFoundError):
+        only[other]
+
+
+def test_a_shipped_image_is_read_ahead_once(
+    monkeypatch: pytest.MonkeyPatch, fakecuda: FakeCuda
+) -> None:
+    reads: list[str] = []
+    read = Collection.read
+
+    def noted(collection: Collection, entry: CubinEntry) -> bytes:
+        reads.append(entry.arch)
+        return read(collection, entry)
+
+    monkeypatch.setattr(Collection, "read", noted)
+    kernel = Kernel("launch_probe")
+    for _ in range(2):
+        read_ahead(kernel, (9, 0))
+    assert reads == ["sm90"] and fakecuda.calls("cuLibraryLoadData") == 0
+    kernel.load()
+    assert reads == ["sm90"] and fakecuda.calls("cuLibraryLoadData") == 1
+    read_ahead(kernel, (9, 0))  # nobody would ask for it again
+    read_ahead(kernel, (7, 0))  # nothing is shipped for it: the load says so
+    read_ahead(Kernel(DATA / "tiny_sm90.cubin"), (9, 0))
+    assert reads == ["sm90"] and not kernel._shipped._ahead  # type: ignore[union-attr]
+    expected = (ROOT / "cubins/sm90/launch_probe.cubin").read_bytes()
+    assert kernel.image() == expected and reads == ["sm90"] * 2
+
+
+def test_a_load_waits_for_what_is_being_read_ahead(
+    monkeypatch: pytest.MonkeyPatch, fakecuda: FakeCuda
+) -> None:
+    reads, is_reading, may_end = [0], threading.Event(), threading.Event()
+    read = Collection.read
+
+    def slow(collection: Collection, entry: CubinEntry) -> bytes:
+        reads[0] += 1
+        is_reading.set()
+        assert may_end.wait(20)
+        return read(collection, entry)
+
+    monkeypatch.setattr(Collection, "read", slow)
+    kernel = Kernel("launch_probe")
+    ahead = threading.Thread(target=read_ahead, args=(kernel, (9, 0)))
+    ahead.start()
+    assert is_reading.wait(20)
+    load = threading.Thread(target=kernel.load)
+    load.start()
+    load.join(0.1)
+    assert load.is_alive()
+    may_end.set()
+    load.join(20)
+    ahead.join(20)
+    assert reads == [1] and fakecuda.calls("cuLibraryLoadData") == 1
+
+
+def test_a_damaged_image_is_said_by_the_load_and_not_ahead(
+    monkeypatch: pytest.MonkeyPatch, fakecuda: FakeCuda
+) -> None:
+    def refuse(collection: Collection, entry: CubinEntry) -> bytes:
+        raise CubinCorruptError("damaged")
+
+    kernel = Kernel("launch_probe")
+    with monkeypatch.context() as patched:
+        patched.setattr(Collection, "read", refuse)
+        read_ahead(kernel, (9, 0))
+        with pytest.raises(CubinCorruptError, match="damaged"):
+            kernel.load()
+    kernel.load()
+    assert fakecuda.calls("cuLibraryLoadData") == 1

@@ -6,8 +6,10 @@ import ctypes
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +67,31 @@ def test_a_load_that_was_begun_is_waited_for(fakecuda: FakeCuda) -> None:
     functions[0].load(0, functions[1])
     assert fakecuda.calls("cuLibraryLoadData") == 1 and fakecuda.launch_count == 1
     assert all(0 in function._states for function in functions)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_load_whose_thread_is_late_is_waited_for(
+    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """And where the system has no thread to give the launch loads, which waits for none."""
+    started: list[Any] = []
+    params = [*arrays(), 1024, 0.5]
+    start = apart._thread.start_new_thread
+
+    def late(work: Callable[[], None], args: tuple[()]) -> None:
+        if not is_there:
+            raise RuntimeError("can't start new thread")
+        started.append(work)
+        start(lambda: (time.sleep(0.1), work()), args)
+
+    monkeypatch.setattr(apart, "_thread", SimpleNamespace(start_new_thread=late))
+    kernel = Kernel("launch_probe")
+    functions = kernel.launch_probe_5, kernel.launch_probe_12
+    functions[0].load(0, functions[1], wait=False)
+    functions[0](GRID, BLOCK, 0, None, params)
+    assert fakecuda.launch_count == 1 and fakecuda.calls("cuLibraryLoadData") == 1
+    assert not is_there or len(started) == 1
+    functions[1].load(0)
 
 
 def test_a_function_that_is_known_is_given_while_it_loads(

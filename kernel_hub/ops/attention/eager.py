@@ -11,7 +11,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
-from ..core.launch import Launch, Memory, Plans
+from ..core.launch import Launch, Memory, Plans, nothing
 from . import checks as checks
 from . import cpu, forward_portable
 from . import forward_sm90 as sm90
@@ -208,7 +208,16 @@ def _plan(
     lse = new_lse(q) if need_lse else None
     problem = problem_of(q, k, v, numbers, options)
     launch = forward_portable.plan(problem, to, lse) if to.numel() else Launch()
+    if lse is not None and launch.function is not nothing and any(map(_needs_gradient, (q, k, v))):
+        common.load_ahead(q, launch.function)  # first, so that the other thread is under its wait
+        backward_portable.get_ready(problem)
     return attention_plan(numbers, to if out is None else None, lse, launch, spans)
+
+
+def _needs_gradient(x: torch.Tensor) -> bool:
+    """Whether it, or what it is a slice of: within a Function's forward no slice says so itself."""
+    base = x._base
+    return x.requires_grad or (base is not None and base.requires_grad)
 
 
 def attention_plan(

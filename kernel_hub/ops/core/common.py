@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import TensorError
-from .device import is_at_hand
+from .device import device_of, is_at_hand
 from .launch import emptied as emptied
 from .numbers import MAX_NUMBER as MAX_NUMBER
 from .numbers import MAX_SIZE as MAX_SIZE
@@ -82,8 +82,25 @@ def shipped(cubin: str, function: str) -> Any:
 
 def load_ahead(like: torch.Tensor, *functions: Any) -> None:
     """Begin to load these on the GPU of `like`, under what is left to do before their launch."""
-    if is_at_hand(like):
+    if functions and is_at_hand(like):
         functions[0].load(like.get_device(), *functions[1:], wait=False)
+
+
+def get_ready(like: torch.Tensor, cubin: str, ask: Callable[[], object]) -> None:
+    """Have a thread do what a first launch on the GPU of `like` asks of no driver, under a wait of
+    the caller's: read and verify the cubin; and `ask` asks what the manifest says."""
+    if not is_at_hand(like):
+        return
+    from ...driver import apart
+    from ...registry import own, read_ahead
+
+    capability = device_of(like.device).compute_capability
+
+    def work() -> None:  # holds no tensor, and first what leaves Python to the wait
+        read_ahead(own[cubin], capability)
+        ask()
+
+    apart.begin(work)
 
 
 def check_data(

@@ -39,6 +39,8 @@ def stated(variant: str) -> Stated:
 
 # By the layouts of q, k and v, where the forward's plan does not bring them.
 _plans: Plans[Memory[BackwardPlan]] = Plans()
+# (compute capability, dtype, head_dim, whether by Hopper's kernels) that was got ready for.
+_are_ready: set[tuple[Any, ...]] = set()
 
 
 @functools.cache
@@ -49,6 +51,32 @@ def choose(head_dim: int, shared_bytes: int) -> str:
         if head_dim <= facts.sizes["head_dim"] and facts.shared_bytes <= shared_bytes:
             return variant
     raise ValueError(f"head_dim {head_dim} is more than 256")
+
+
+def ask(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> None:
+    """Ask the manifest what plans of such a problem do; the answers are kept."""
+    named = f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}"
+    for step in ("delta", choose(head_dim, shared_bytes), "convert"):
+        common.shipped(CUBIN, f"{named}_{step}")
+    launch_facts(CUBIN, f"{named}_delta")
+
+
+def get_ready(problem: Problem) -> None:
+    """Begin what the first gradients of such a problem ask of the manifest and of files, under the
+    load that the forward waits for."""
+    q, head_dim = problem.q, problem.widest_head
+    device = device_of(q.device)
+    is_sm90 = sm90.is_enabled and device.has_wgmma
+    is_sm90 = is_sm90 and problem.alibi_slopes is None and problem.softcap == 0
+    key = device.compute_capability, q.dtype, head_dim, is_sm90
+    if key in _are_ready:
+        return
+    _are_ready.add(key)
+    if is_sm90:
+        common.get_ready(q, sm90.CUBIN, functools.partial(sm90.ask, head_dim, q.dtype))
+    else:
+        shared_bytes = device.shared_bytes
+        common.get_ready(q, CUBIN, functools.partial(ask, head_dim, q.dtype, shared_bytes))
 
 
 def backward(
@@ -249,6 +277,8 @@ def _portable_plan(
             float(problem.softmax_scale), float(problem.softcap),
         ),
     )  # fmt: skip
+    steps = [step.function for step in (before, main, after) if step.function is not nothing]
+    common.load_ahead(q, *steps)
     row_values = q.new_empty((num_rows,), dtype=torch.float32)
     sums = q.new_empty((num_rows * padded,), dtype=torch.float32)
     turns = None

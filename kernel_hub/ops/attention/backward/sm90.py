@@ -125,6 +125,22 @@ def body_of(problem: Problem) -> Body | None:
     return choose(problem.q.shape[-1])
 
 
+def functions_of(body: Body, dtype: torch.dtype) -> list[Any]:
+    """Its functions in the order of their launches."""
+    delta, convert = body.rows_names(dtype)
+    return [common.shipped(CUBIN, name) for name in (delta, body.name(dtype), convert)]
+
+
+def ask(head_dim: int, dtype: torch.dtype) -> None:
+    """Ask the manifest what plans of such a problem do; the answers are kept."""
+    body = choose(head_dim)
+    if body is None:
+        return
+    functions_of(body, dtype)
+    for name in (body.name(torch.bfloat16), body.rows_names(dtype)[0]):
+        launch_facts(CUBIN, name)
+
+
 def applies(problem: Problem, given: Gradients) -> bool:
     """Whether these kernels take the problem on a GPU of compute capability 9.0.
 
@@ -164,9 +180,11 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     is_causal = problem.window_right >= 0
     body = body_of(problem)
     assert body is not None
-    name, stated = body.name(q.dtype), body.stated
-    delta, convert = body.rows_names(q.dtype)
-    rows = launch_facts(CUBIN, delta)  # and of the other, over the same tiles
+    functions = functions_of(body, q.dtype)
+    common.load_ahead(q, *functions)
+    stated = body.stated
+    # And of the one that converts, over the same tiles.
+    rows = launch_facts(CUBIN, body.rows_names(q.dtype)[0])
 
     # Each sequence starts a new block of the workspace.
     blocks_q = -(-seqlen_q // body.block_m)
@@ -221,12 +239,12 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
 
     place = num_blocks_q, row_tiles, seqlen_q, total_q, head_dim, body.head_dim, body.block_m
     before = BackwardLaunch(
-        common.shipped(CUBIN, delta), (num_tiles, num_heads, 1), rows.block, rows.shared_bytes,
+        functions[0], (num_tiles, num_heads, 1), rows.block, rows.shared_bytes,
         (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, sums),
     )  # fmt: skip
     grid = (num_tiles, num_heads + part_blocks, 1)
     after = BackwardLaunch(
-        common.shipped(CUBIN, convert), grid, rows.block, rows.shared_bytes,
+        functions[2], grid, rows.block, rows.shared_bytes,
         (
             *strides_of(dq), *strides_of(dk), *strides_of(dv), *works, *place, num_heads, seqlen_k,
             total_k, block_n, sums, float(problem.softmax_scale),
@@ -237,8 +255,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     if body.goes_on:
         num_blocks = min(num_blocks, num_sms)
     main = BackwardLaunch(
-        common.shipped(CUBIN, name), (num_blocks, 1, 1), stated.block,
-        stated.shared_bytes,
+        functions[1], (num_blocks, 1, 1), stated.block, stated.shared_bytes,
         (
             *strides_of(dk), *strides_of(dv), *works, num_blocks_q, seqlen_q, seqlen_k, total_q,
             total_k, group, head_dim, problem.window_left, problem.window_right, sums,
