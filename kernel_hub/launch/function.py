@@ -91,8 +91,7 @@ class KernelFunction(OfThisProcess, partial, Documented):  # type: ignore[type-a
     def _of(cls, launch: Any, loader: Loader, spec: FunctionSpec, states: Any) -> Self:
         launch.__qualname__ = spec.name  # Python's own errors about arguments show it
         self = cls(launch)
-        self._launch, self._native, self._armed = launch, None, False
-        self._under_way = None
+        self._launch, self._native, self._under_way, self._armed = launch, None, None, False
         self._loader, self._spec, self._states, self._lock = loader, spec, states, loader.lock
         self.__name__ = spec.name
         return self
