@@ -16,7 +16,7 @@ from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import decode_attention
-from kernel_hub.ops.kv_cache import decode_plan
+from kernel_hub.ops.kv_cache import decode_plan, decode_short, decode_sm90
 from kernel_hub.ops.trees import tree_mask
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import attention_parts_atol, check
@@ -166,7 +166,12 @@ def test_windows_and_alibi(way: Way, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(24))
-def test_the_mask_of_a_chain_gives_the_same_bits(way: Way, number: int) -> None:
+def test_the_mask_of_a_chain_gives_the_same_bits(
+    way: Way, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By parts, as steps with a mask go; clusters and attention's tiles have bits of their own."""
+    for other in (decode_short, decode_sm90):
+        monkeypatch.setattr(other, "choice", False)
     lot = random.Random(f"chains {number}")
     step = drawn(lot, way)
     step.options["cache_seqlens"] = step.options["cache_seqlens"].clone()
