@@ -10,12 +10,14 @@
 // Parallelisation: 256 threads, a thread kAhead units of 16 bytes at a time; gridDim.x steps of
 // tokens_per_block tokens of the longest sequence, gridDim.y sequences, gridDim.z k and v. Blocks
 // behind a sequence's length end at once. No shared memory. A byte is read once and two are
-// written, which the attention behind finds in the L2 where they fit.
+// written, which the attention behind finds in the L2 where they fit; pairs of lanes exchange
+// halves, so that one store fills the 32 bytes that memory takes at once.
 //   flash_attention_byte_caches_{dtype}   head_dim a multiple of 16, rows aligned to 16 bytes
 // Source: Micikevicius et al., "FP8 formats for deep learning", 2022 (e4m3).
 // kernel_hub: not-for: sm89: memory bounds it, and 8.9 runs sm80's, whose conversion is of integers
 
 #include "attention/lengths.cuh"
+#include "kernel_hub/divisor.cuh"
 #include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/int8.cuh"
@@ -53,24 +55,25 @@ struct TokenPlace {
     int page, row;
 };
 
-__device__ __forceinline__ TokenPlace find_token(const CacheTables& p, int batch, int row) {
+__device__ __forceinline__ TokenPlace find_token(const CacheTables& p, const Divisor& pages,
+                                                 int batch, int row) {
     if (p.cu_seqlens_k) {
         return {0, row};
     }
     if (!p.block_table) {
         return {batch, row};
     }
-    const int page = __ldg(p.block_table + batch * p.block_table_stride + row / p.page_size);
+    const int page = __ldg(p.block_table + batch * p.block_table_stride + pages.quotient(row));
     if (!is_index(page, p.num_pages)) {
         report(p.flag, kPagesOutside);
         return {-1, 0};
     }
-    return {page, row % p.page_size};
+    return {page, pages.remainder(row)};
 }
 
 template <typename T>
 __device__ __forceinline__ uint32_t widen_pair(uint32_t bytes, int is_int8, float scale) {
-    const uint32_t halves = is_int8 ? int8x2_to<__half>(bytes) : e4m3x2_to_half2(bytes);
+    const uint32_t halves = is_int8 ? int8x2_to_half2<0, 1>(bytes) : e4m3x2_to_half2(bytes);
     const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&halves));
     return pack2<T>(pair.x * scale, pair.y * scale);
 }
@@ -88,9 +91,12 @@ __device__ __forceinline__ void widen(const CacheTables& p, const Side<T>& side,
     }
     const int chunks = side.head_dim / kUnit, units_per_token = p.num_kv_heads * chunks;
     const int units = (end - begin) * units_per_token;
+    const Divisor by_token = Divisor::of(units_per_token), by_head = Divisor::of(chunks);
+    const Divisor by_page = Divisor::of(p.page_size);
     const int64_t first_row = p.cu_seqlens_k ? 0 : static_cast<int64_t>(batch) * p.seqlen_k;
 #pragma unroll 1
-    for (int first = threadIdx.x; first < units; first += kAhead * kWidenThreads) {
+    for (int before = 0; before < units; before += kAhead * kWidenThreads) {
+        const int first = before + threadIdx.x;
         uint4 bytes[kAhead];
         float scales[kAhead];
 #pragma unroll
@@ -99,10 +105,9 @@ __device__ __forceinline__ void widen(const CacheTables& p, const Side<T>& side,
             bytes[i] = make_uint4(0, 0, 0, 0);
             scales[i] = 1.0f;
             if (unit < units) {
-                const int row = keys.start + begin + unit / units_per_token;
-                const int in_token = unit % units_per_token;
-                const int head = in_token / chunks, chunk = in_token % chunks;
-                const TokenPlace at = find_token(p, batch, row);
+                const int token = by_token.quotient(unit), in_token = by_token.remainder(unit);
+                const int head = by_head.quotient(in_token), chunk = by_head.remainder(in_token);
+                const TokenPlace at = find_token(p, by_page, batch, keys.start + begin + token);
                 if (at.page >= 0) {
                     const uint8_t* source = side.cache + at.page * side.page_stride +
                                             at.row * side.token_stride + head * side.head_stride +
@@ -118,20 +123,32 @@ __device__ __forceinline__ void widen(const CacheTables& p, const Side<T>& side,
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const int unit = first + i * kWidenThreads;
-            if (unit < units) {
-                const int64_t row = first_row + keys.start + begin;
-                uint4* out = reinterpret_cast<uint4*>(side.out + (row * units_per_token + unit) *
-                                                                     static_cast<int64_t>(kUnit));
-                const uint32_t words[4] = {bytes[i].x, bytes[i].y, bytes[i].z, bytes[i].w};
-                uint32_t wide[8];
+            const uint32_t words[4] = {bytes[i].x, bytes[i].y, bytes[i].z, bytes[i].w};
+            // A unit's halves, then a half of each unit of a pair of lanes.
+            uint32_t halves[2][4];
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    wide[2 * e] = widen_pair<T>(words[e] & 0xffff, p.is_int8, scales[i]);
-                    wide[2 * e + 1] = widen_pair<T>(words[e] >> 16, p.is_int8, scales[i]);
+            for (int e = 0; e < 4; ++e) {
+                halves[e / 2][e % 2 * 2] = widen_pair<T>(words[e] & 0xffff, p.is_int8, scales[i]);
+                halves[e / 2][e % 2 * 2 + 1] = widen_pair<T>(words[e] >> 16, p.is_int8, scales[i]);
+            }
+            const int odd = threadIdx.x & 1;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const uint32_t got = __shfl_xor_sync(~0u, odd ? halves[0][e] : halves[1][e], 1);
+                halves[0][e] = odd ? got : halves[0][e];
+                halves[1][e] = odd ? halves[1][e] : got;
+            }
+            const int64_t row = first_row + keys.start + begin;
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const int unit = first - odd + i * kWidenThreads + which;
+                if (unit < units) {
+                    T* const out =
+                        side.out + (row * units_per_token + unit) * static_cast<int64_t>(kUnit);
+                    const uint32_t (&half)[4] = halves[which];
+                    reinterpret_cast<uint4*>(out)[odd] =
+                        make_uint4(half[0], half[1], half[2], half[3]);
                 }
-                out[0] = make_uint4(wide[0], wide[1], wide[2], wide[3]);
-                out[1] = make_uint4(wide[4], wide[5], wide[6], wide[7]);
             }
         }
     }

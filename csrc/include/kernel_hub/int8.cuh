@@ -1,33 +1,21 @@
-// int8: to 16-bit pairs, exactly, and from floats.
+// int8: to pairs of fp16, exactly, and from floats.
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include <type_traits>
-
 namespace kernel_hub {
 
-// The two bytes in the low half of `bytes` as two of T, fp16 or bf16: their bits become the lowest
-// of a number whose spacing is 1, from which what it is too much is taken.
-template <typename T>
-__device__ __forceinline__ uint32_t int8x2_to(uint32_t bytes) {
-    const uint32_t wide = __byte_perm(bytes, 0, 0x4140);
-    if constexpr (std::is_same_v<T, __half>) {
-        const uint32_t word = (wide ^ 0x00800080u) | 0x64006400u;  // 1024 + 128 + value
-        const __half2 pair = __hsub2(*reinterpret_cast<const __half2*>(&word),
-                                     __half2half2(__ushort_as_half(0x6480)));
-        return *reinterpret_cast<const uint32_t*>(&pair);
-    } else {
-        // bf16 has seven bits there: 128 + those of the value, less 128, or 256 where it has the
-        // sign, whose bit is then the lowest of the exponent.
-        const uint32_t word = (wide & 0x007f007fu) | 0x43004300u;
-        const uint32_t excess = (wide & 0x00800080u) | 0x43004300u;
-        const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&word),
-                                            *reinterpret_cast<const __nv_bfloat162*>(&excess));
-        return *reinterpret_cast<const uint32_t*>(&pair);
-    }
+// Two bytes of a word as two of fp16: with their sign's bit flipped they become the lowest of a
+// number whose spacing is 1, from which what it is too much is taken. kilo: the number 0x64646464,
+// the upper bytes of 1024; where the compiler does not know it, it keeps it in a register.
+template <int kFirst, int kSecond>
+__device__ __forceinline__ uint32_t int8x2_to_half2(uint32_t word, uint32_t kilo = 0x64646464u) {
+    const uint32_t sum =  // 1024 + 128 + value
+        __byte_perm(word ^ 0x80808080u, kilo, 0x4040 | kSecond << 8 | kFirst);
+    const __half2 pair =
+        __hsub2(*reinterpret_cast<const __half2*>(&sum), __half2half2(__ushort_as_half(0x6480)));
+    return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // In the lowest byte, rounded to nearest even; what is beyond +-127 becomes +-127.

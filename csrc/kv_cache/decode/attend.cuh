@@ -44,7 +44,7 @@ struct TileScales {
         found = fmaxf(found, __shfl_xor_sync(~0u, found, 2));
         // Of values that are 0, or as good as.
         const float inverse = found > 1e-30f ? 1.0f / found : 0.0f;
-        shrink = largest * inverse;
+        shrink = found > largest ? largest * inverse : 1.0f;
         largest = found;
 #pragma unroll
         for (int j = 0; j < Config::kTile / 8; ++j) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
                                        const Extent& extent, uint8_t* shared) {
     using T = typename Config::T;
     using Cache = typename Config::Cache;
-    using P = std::conditional_t<Config::kQuantised, __half, T>;
+    using P = OperandOf<Config>;
     constexpr int kTile = Config::kTile, kSlots = Config::kSlots, kRowTiles = Config::kRowTiles;
     constexpr int kTilesAhead = kSlots / 2;  // whose keys are under way before the loop
     constexpr bool kOdd = kSlots % 2 != 0;
@@ -106,9 +106,11 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
     loader.slot = 0;
     loader.lane_idx = lane_idx;
     loader.is_outside = false;
+    loader.pages = Divisor::of(args.page_size);
     [[maybe_unused]] const float* tile_scales = nullptr;  // of this warp
     if constexpr (Config::kTokenScales) {
-        uint8_t* const scales = queries + Config::kQueryBytes + warp_idx * Config::kScaleBytes;
+        uint8_t* const scales =
+            queries + Config::kQueryBytes + Config::kRowScaleBytes + warp_idx * Config::kScaleBytes;
         tile_scales = reinterpret_cast<const float*>(scales);
         loader.scales.ring = shared_address(scales);
         loader.scales.tile = 0;
@@ -143,6 +145,14 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
         }
     }
 
+    [[maybe_unused]] float row_scales[2 * kRowTiles];
+    if constexpr (Config::kRowScales) {
+        const float* const scales = reinterpret_cast<const float*>(queries + Config::kQueryBytes);
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            row_scales[i] = scales[8 * i + (lane_idx >> 2)];
+        }
+    }
     uint32_t query_tiles[Config::kQueryInRegisters ? Config::kHeadDim / 16 : 1][4];
     if constexpr (Config::kQueryInRegisters) {
 #pragma unroll
@@ -171,6 +181,15 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
         const int token = min((lane_row + 8 * i) / group, args.seqlen_q - 1);
         return args.seen_by(segment.batch_idx, token);
     };
+    // In a window every tile asks for them. NOTE: head_dim 192 took 1.5 % longer with them kept.
+    constexpr bool kKeepsBits = Config::kGeneral && Config::kHeadDim != 192;
+    [[maybe_unused]] uint32_t kept_bits[2 * kRowTiles];
+    if constexpr (kKeepsBits) {
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            kept_bits[i] = seen_by(i);
+        }
+    }
     float slope[2] = {0.0f, 0.0f};
     if (Config::kGeneral && args.alibi_slopes != nullptr) {
         const float* slopes = args.alibi_slopes + segment.batch_idx * args.alibi_batch_stride +
@@ -190,6 +209,8 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
     Accumulator<Config> sums;
     sums.clear();
     std::conditional_t<Config::kTokenScales, TileScales<Config>, NoScales> scales;
+    // Of int8: nothing that the compiler could put in each instruction anew.
+    const uint32_t kilo = 0x64646464u | static_cast<uint32_t>(args.seqlen_q) >> 31;
     int slot = 0, token0 = first_token;
 #pragma unroll 1
     for (int tile = 0; tile < num_tiles; ++tile, token0 += Config::kUnit) {
@@ -202,8 +223,18 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
             loader.template issue<true>();
         }
         float scores[kRowTiles][kTile / 8][4] = {};
-        multiply_keys<Config>(query, ring + slot * Config::kSlotBytes, lane_idx, scores);
+        multiply_keys<Config>(query, ring + slot * Config::kSlotBytes, lane_idx, scores, kilo);
         slot = slot + 1 == kSlots ? 0 : slot + 1;
+        if constexpr (Config::kRowScales) {
+#pragma unroll
+            for (int i = 0; i < 2 * kRowTiles; ++i) {
+#pragma unroll
+                for (int j = 0; j < kTile / 8; ++j) {
+                    scores[i / 2][j][2 * (i % 2)] *= row_scales[i];
+                    scores[i / 2][j][2 * (i % 2) + 1] *= row_scales[i];
+                }
+            }
+        }
         if constexpr (Config::kTokenScales) {
             if (args.k_scale_cache != nullptr) {
                 scales.read(tile_scales, lane_idx);
@@ -217,7 +248,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
                 Config::kGeneral && args.tree_mask != nullptr && token0 + kTile > new_tokens.first;
 #pragma unroll
             for (int i = 0; i < 2 * kRowTiles; ++i) {
-                const uint32_t bits = seen_by(i);
+                const uint32_t bits = kKeepsBits ? kept_bits[i] : seen_by(i);
                 const uint32_t seen = new_tokens.seen_from(bits, token0) >> column;
                 const int end = new_tokens.end_of(bits);
                 int distances[kTile / 8][2];
@@ -255,7 +286,10 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
             }
         }
 
-        // One step of the running softmax.
+        // One step of the running softmax. Sums of bytes are left alone where no maximum grows:
+        // their kernels compute as long as they read.
+        float shrinks[2 * kRowTiles];
+        bool has_grown = false;
         uint32_t probabilities[kRowTiles][kTile / 16][4];
 #pragma unroll
         for (int i = 0; i < 2 * kRowTiles; ++i) {
@@ -268,7 +302,12 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
             const float base = largest == -INFINITY ? 0.0f : largest * scale_log2;
-            const float shrink = exp2_approx(sums.row_max[i] * scale_log2 - base);
+            shrinks[i] = exp2_approx(sums.row_max[i] * scale_log2 - base);
+            if constexpr (Config::kQuantised) {
+                const bool is_larger = largest > sums.row_max[i];
+                shrinks[i] = is_larger ? shrinks[i] : 1.0f;
+                has_grown |= is_larger;
+            }
             sums.row_max[i] = largest;
             float sum = 0.0f;
 #pragma unroll
@@ -281,15 +320,19 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
                 }
                 probabilities[r][j / 2][2 * (j % 2) + h] = pack2<P>(low, high);
             }
-            sums.row_sum[i] = sums.row_sum[i] * shrink + sum;
-            float out_shrink = shrink;
+            sums.row_sum[i] = sums.row_sum[i] * shrinks[i] + sum;
             if constexpr (Config::kTokenScales) {
-                out_shrink *= scales.shrink;
+                shrinks[i] *= scales.shrink;
+                has_grown |= scales.shrink != 1.0f;
             }
+            if constexpr (!Config::kQuantised) {
+                sums.shrink(i, shrinks[i]);
+            }
+        }
+        if (Config::kQuantised && __any_sync(~0u, has_grown)) {
 #pragma unroll
-            for (int j = 0; j < Config::kHeadDim / 8; ++j) {
-                sums.out[r][j][2 * h] *= out_shrink;
-                sums.out[r][j][2 * h + 1] *= out_shrink;
+            for (int i = 0; i < 2 * kRowTiles; ++i) {
+                sums.shrink(i, shrinks[i]);
             }
         }
 
@@ -301,7 +344,8 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
             loader.advance();
             loader.template issue<false>();
         }
-        multiply_values<Config, P>(probabilities, ring + slot * Config::kSlotBytes, lane_idx, sums);
+        multiply_values<Config, P>(probabilities, ring + slot * Config::kSlotBytes, lane_idx, sums,
+                                   kilo);
         slot = slot + 1 == kSlots ? 0 : slot + 1;
     }
     if constexpr (Config::kTokenScales) {

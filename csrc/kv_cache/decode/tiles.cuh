@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/divisor.cuh"
 #include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/int8.cuh"
 #include "kernel_hub/launch_facts.cuh"
@@ -38,7 +39,11 @@ struct DecodeConfig {
     static constexpr int kQueryChunks = kHeadDim / 8;
     static constexpr int kQueryBytes = kRows * kHeadDim * 2;
     static constexpr int kScaleBytes = kTokenScales ? kScaleTiles * 2 * kTile * 4 : 0;  // of a warp
-    static constexpr int kSharedBytes = kAreaBytes + kQueryBytes + kWarps * kScaleBytes;
+    // Of bytes queries are fp16, which of bf16 are scaled by rows (rows.cuh).
+    static constexpr bool kRowScales = kQuantised && std::is_same_v<T, __nv_bfloat16>;
+    static constexpr int kRowScaleBytes = kQuantised ? kRows * 4 : 0;  // as many of either dtype
+    static constexpr int kSharedBytes =
+        kAreaBytes + kQueryBytes + kRowScaleBytes + kWarps * kScaleBytes;
     static constexpr bool kQueryInRegisters = kRowTiles == 1 && kHeadDim <= 128;
     static_assert(kTile % 16 == 0, "the tokens of a tile are the k side of m16n8k16");
     static_assert(!kTokenScales || kSlots % 2 != 0,
@@ -84,6 +89,14 @@ struct Accumulator {
     float out[Config::kRowTiles][Config::kHeadDim / 8][4];
     float row_max[2 * Config::kRowTiles], row_sum[2 * Config::kRowTiles];
 
+    // Of row i of a lane.
+    __device__ __forceinline__ void shrink(int i, float factor) {
+#pragma unroll
+        for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+            out[i / 2][j][2 * (i % 2)] *= factor;
+            out[i / 2][j][2 * (i % 2) + 1] *= factor;
+        }
+    }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < 2 * Config::kRowTiles; ++i) {
@@ -111,13 +124,21 @@ __device__ __forceinline__ void load_query(uint32_t queries, int r, int k, int l
                                                             2 * k + (lane_idx >> 4)));
 }
 
-// The two bytes of a cache in the low half of `bytes` as two of T, fp16 or bf16. Exact.
-template <typename T, typename Cache>
-__device__ __forceinline__ uint32_t bytes_to(uint32_t bytes) {
+// What the tensor cores multiply: bytes become fp16 in fewer instructions than bf16.
+template <typename Config>
+using OperandOf = std::conditional_t<Config::kQuantised, __half, typename Config::T>;
+
+// Two bytes of a word of a cache as two of fp16. Exact.
+template <typename Cache, int kFirst, int kSecond>
+__device__ __forceinline__ uint32_t bytes_to_half2(uint32_t word, uint32_t kilo) {
     if constexpr (std::is_same_v<Cache, int8_t>) {
-        return int8x2_to<T>(bytes);
+        return int8x2_to_half2<kFirst, kSecond>(word, kilo);
+    } else if constexpr (kSecond == kFirst + 1) {
+        uint16_t halves[2];
+        memcpy(halves, &word, sizeof(word));
+        return e4m3x2_to_half2(halves[kFirst / 2]);
     } else {
-        return e4m3x2_to<T>(bytes);
+        return e4m3x2_to_half2(__byte_perm(word, 0, 0x4400 | kSecond << 4 | kFirst));
     }
 }
 
@@ -125,8 +146,8 @@ __device__ __forceinline__ uint32_t bytes_to(uint32_t bytes) {
 template <typename Config, typename Queries>
 __device__ __forceinline__ void multiply_keys(
     Queries&& query, uint32_t slot, int lane_idx,
-    float (&scores)[Config::kRowTiles][Config::kTile / 8][4]) {
-    using T = typename Config::T;
+    float (&scores)[Config::kRowTiles][Config::kTile / 8][4], uint32_t kilo = 0) {
+    using T = OperandOf<Config>;
     constexpr int kColumns = Config::kQuantised ? 32 : 16;  // of two chunks
 #pragma unroll
     for (int k = 0; k < Config::kHeadDim / kColumns; ++k) {
@@ -141,8 +162,8 @@ __device__ __forceinline__ void multiply_keys(
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     // keys[i]: tokens 8 (i / 2) .., columns 16 (2k + i % 2) + 4 (lane % 4) ..
-                    const uint32_t low = bytes_to<T, Cache>(keys[i] & 0xffff);
-                    const uint32_t high = bytes_to<T, Cache>(keys[i] >> 16);
+                    const uint32_t low = bytes_to_half2<Cache, 0, 1>(keys[i], kilo);
+                    const uint32_t high = bytes_to_half2<Cache, 2, 3>(keys[i], kilo);
 #pragma unroll
                     for (int r = 0; r < Config::kRowTiles; ++r) {
                         uint32_t a[4];
@@ -163,12 +184,12 @@ __device__ __forceinline__ void multiply_keys(
     }
 }
 
-// out += probabilities x values of a slot. For e4m3, out[2c], out[2c + 1] are the even and the odd
-// columns of chunk c; the probabilities are fp16 then.
+// out += probabilities x values of a slot. For bytes, out[2c], out[2c + 1] are the even and the odd
+// columns of chunk c.
 template <typename Config, typename P>
 __device__ __forceinline__ void multiply_values(
     const uint32_t (&probabilities)[Config::kRowTiles][Config::kTile / 16][4], uint32_t slot,
-    int lane_idx, Accumulator<Config>& sums) {
+    int lane_idx, Accumulator<Config>& sums, uint32_t kilo = 0) {
 #pragma unroll
     for (int group = 0; group < Config::kTile / 16; ++group) {
 #pragma unroll
@@ -186,12 +207,11 @@ __device__ __forceinline__ void multiply_values(
                         float (&even)[4] = sums.out[r][2 * (c + i)];
                         float (&odd)[4] = sums.out[r][2 * (c + i) + 1];
                         mma_m16n8k16<P>(even, probabilities[r][group],
-                                        bytes_to<P, Cache>((low & 0xff) | (low >> 8 & 0xff00)),
-                                        bytes_to<P, Cache>((high & 0xff) | (high >> 8 & 0xff00)));
-                        mma_m16n8k16<P>(
-                            odd, probabilities[r][group],
-                            bytes_to<P, Cache>((low >> 8 & 0xff) | (low >> 16 & 0xff00)),
-                            bytes_to<P, Cache>((high >> 8 & 0xff) | (high >> 16 & 0xff00)));
+                                        bytes_to_half2<Cache, 0, 2>(low, kilo),
+                                        bytes_to_half2<Cache, 0, 2>(high, kilo));
+                        mma_m16n8k16<P>(odd, probabilities[r][group],
+                                        bytes_to_half2<Cache, 1, 3>(low, kilo),
+                                        bytes_to_half2<Cache, 1, 3>(high, kilo));
                     } else {
                         mma_m16n8k16<P>(sums.out[r][c + i], probabilities[r][group], low, high);
                     }
@@ -224,8 +244,17 @@ struct TileLoader {
     const Cache* row[Config::kTile / 16];  // this lane's; null: no such row
     uint32_t ring;
     int slot, lane_idx;
+    Divisor pages;    // of bytes alone
     bool is_outside;  // some page so far
     std::conditional_t<Config::kTokenScales, ScaleLoader<Config::kTile / 16>, NoScales> scales;
+
+    // Divisions are a tenth of what the kernels of bytes do.
+    __device__ __forceinline__ int page_of(int at) const {
+        return Config::kQuantised ? pages.quotient(at) : at / args.page_size;
+    }
+    __device__ __forceinline__ int place_in_page(int at) const {
+        return Config::kQuantised ? pages.remainder(at) : at % args.page_size;
+    }
 
     // Look up the pages of the tile that starts at this lane's token.
     __device__ __forceinline__ void look_up() {
@@ -234,8 +263,8 @@ struct TileLoader {
             const int at = token + 16 * i;
             next_page[i] = batch_idx;
             if (args.block_table != nullptr && at < end_token) {
-                next_page[i] = __ldg(args.block_table + batch_idx * args.block_table_stride +
-                                     at / args.page_size);
+                next_page[i] =
+                    __ldg(args.block_table + batch_idx * args.block_table_stride + page_of(at));
             }
         }
     }
@@ -249,18 +278,20 @@ struct TileLoader {
 #pragma unroll
         for (int i = 0; i < Config::kTile / 16; ++i) {
             const int at = token + 16 * i;
-            const int in_page = args.block_table == nullptr ? at : at % args.page_size;
+            const int in_page = args.block_table == nullptr ? at : place_in_page(at);
             const bool is_there = is_index(next_page[i], args.num_pages);
             is_outside |= at < end_token && !is_there;
             row[i] = at < end_token && is_there
                          ? head + next_page[i] * page_stride + in_page * token_stride
                          : nullptr;
             if constexpr (Config::kTokenScales) {
-                const int64_t offset =
-                    next_page[i] * (is_key ? args.k_scale_page_stride : args.v_scale_page_stride) +
-                    in_page * (is_key ? args.k_scale_token_stride : args.v_scale_token_stride);
-                scales.row[i] =
-                    row[i] != nullptr && scales.head != nullptr ? scales.head + offset : nullptr;
+                if (scales.head != nullptr) {
+                    const int64_t offset =
+                        next_page[i] *
+                            (is_key ? args.k_scale_page_stride : args.v_scale_page_stride) +
+                        in_page * (is_key ? args.k_scale_token_stride : args.v_scale_token_stride);
+                    scales.row[i] = row[i] != nullptr ? scales.head + offset : nullptr;
+                }
             }
         }
         token += Config::kUnit;

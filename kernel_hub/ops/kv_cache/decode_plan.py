@@ -145,8 +145,11 @@ VARIANTS = (
     ),
     Variant("", 192, 2, is_sm90=True),
     Variant("", MAX_HEAD_DIM_FP32, 4),
-    *(Variant("_int8", head_dim, 1, scaled="_int8") for head_dim in (64, 128, 256)),
-    *(Variant("_e4m3_tokens", head_dim, 1, scaled="_e4m3_tokens") for head_dim in (128, 256)),
+    *(
+        Variant(scaled, head_dim, 1, scaled=scaled)
+        for scaled in ("_int8", "_e4m3_tokens")
+        for head_dim in (64, 128, 256)
+    ),
 )  # fmt: skip
 
 
