@@ -33,6 +33,7 @@
 // Suffix 163k, 99k: tiles for GPUs with so much shared memory a block; without it 227 KiB.
 // Sources: Dao, "FlashAttention-2", 2023, algorithm 2; Press et al., "Train Short, Test Long",
 // 2022.
+// kernel_hub: not-for: sm89: it is sm80's code but for the order of instructions, and 8.9 runs that
 
 #include "attention/backward/problem.cuh"
 #include "attention/backward/rows.cuh"

@@ -11,6 +11,7 @@
 // looks up one key's, a tile ahead.
 // Sources: as flash_attention.cu; Ootomo and Yokota, "Recovering single precision accuracy from
 // Tensor Cores", 2022.
+// kernel_hub: not-for: sm89: it is sm80's code but for the order of instructions, and 8.9 runs that
 
 #include "attention/forward/fp32.cuh"
 #include "attention/forward/write.cuh"

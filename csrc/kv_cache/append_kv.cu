@@ -19,6 +19,7 @@
 // Queries in place are allowed: each element is read, then written, by one thread.
 // Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; Kwon et
 // al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs sm80's, which converts by integers
 
 #include <type_traits>
 

@@ -19,6 +19,7 @@
 // the caches) are parameters: branches that whole launches take alike.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Henry et al.,
 // "Query-Key Normalization for Transformers", 2020; and those of append_kv.cu.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs sm80's, which converts by integers
 
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/kv_place.cuh"

@@ -7,7 +7,9 @@
 // over the cache of the sequence, contiguous or paged, in fp16 or bf16; decode_attention_e4m3.cu:
 // in e4m3 with a scale a head.
 // With sinks, exp(sink of the head) joins a row's complete sum of exponentials.
-// Token i of seqlen_q sees the keys up to its own: length - seqlen_q + i, with the new ones.
+// Token i of seqlen_q sees the keys up to its own: length - seqlen_q + i, with the new ones; with a
+// tree_mask all before the new ones, and of these those of its bits: it is rotated as behind them,
+// and windows and alibi count by them (tree.cuh).
 //
 // Parallelisation: the rows (tokens x query heads of one kv head) are the M side of m16n8k16, so
 // that keys and values are read once. An item is a (sequence, kv head, block of rows); its cache
@@ -30,6 +32,7 @@
 //
 // Variants: dtype x head_dim 64, 128, 256 (smaller ones padded with zeros) x (16 rows a block |
 // rows32: 32 rows, without window, softcap and alibi).
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 has no instructions of its own for them
 // Sources: Dao, "FlashAttention-2", 2023; Dao et al., "Flash-Decoding for long-context inference",
 // 2023.
 

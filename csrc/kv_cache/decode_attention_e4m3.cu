@@ -3,6 +3,7 @@
 //
 // Variants: dtype of the queries x head_dim 64, 128, 256 (smaller ones padded with zeros) x (16
 // rows a block | rows32: 32 rows, without window, softcap and alibi).
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs sm80's, which converts by integers
 
 #include "kv_cache/decode/attend.cuh"
 

@@ -5,12 +5,14 @@
 // ring of kSlots slots of 8 rows; the queries, the high parts of all and then the low ones. One
 // kernel: 16 rows a block, head_dim up to 128 (columns that are not there are not multiplied).
 // inf among queries, keys and values gives nan, as it has no parts.
+// kernel_hub: not-for: sm89: memory bounds it, and 8.9 has no instructions of its own for it
 
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kv_cache/decode/args.cuh"
 #include "kv_cache/decode/fp32.cuh"
 #include "kv_cache/decode/merge.cuh"
+#include "kv_cache/decode/tree.cuh"
 
 namespace kernel_hub::kv_cache::decode {
 
@@ -62,22 +64,23 @@ __device__ __forceinline__ void attend_fp32(const Args& args, const Segment& seg
         }
     }
 
-    // Keys that a row sees: those below its end; in a window, from its end - window.
+    // Keys that a row sees: those of its bits; in a window, from its end - window.
     const int window = args.window_left < 0 ? 1 << 30 : args.window_left + 1;
     const int group = args.num_heads / args.num_kv_heads;
-    int end[2];
+    const NewTokens new_tokens = {min(extent.length - args.seqlen_q, extent.num_tokens),
+                                  extent.num_tokens};
+    uint32_t bits[2];
     float slope[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = segment.row_block * Config::kRows + (lane_idx >> 2) + 8 * i;
         const int token = min(row / group, args.seqlen_q - 1);
-        end[i] = min(extent.length - args.seqlen_q + token + 1, extent.num_tokens);
+        bits[i] = args.seen_by(segment.batch_idx, token);
         if (args.alibi_slopes != nullptr) {
             slope[i] = __ldg(args.alibi_slopes + segment.batch_idx * args.alibi_batch_stride +
                              segment.kv_head * group + row % group);
         }
     }
-    const int common_end = min(extent.length - args.seqlen_q + 1, extent.num_tokens);
     // Otherwise the scores of a tile are only scaled, in the exponential. A scale below 0 would
     // turn their order round there.
     const bool is_general = args.window_left >= 0 || args.softcap > 0.0f ||
@@ -99,16 +102,22 @@ __device__ __forceinline__ void attend_fp32(const Args& args, const Segment& seg
                                    lane_idx, scores);
         slot = slot + 1 == kSlots ? 0 : slot + 1;
 
-        if (is_general || token0 + kTile > common_end) {
+        if (is_general || token0 + kTile > new_tokens.first) {
+            const bool has_tree = args.tree_mask != nullptr && token0 + kTile > new_tokens.first;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int distance = end[e / 2] - 1 - (token0 + 2 * (lane_idx & 3) + e % 2);
+                const int column = 2 * (lane_idx & 3) + e % 2, key = token0 + column;
+                const uint32_t seen = new_tokens.seen_from(bits[e / 2], token0) >> column;
+                int distance = new_tokens.end_of(bits[e / 2]) - 1 - key;
+                if (has_tree && key >= new_tokens.first) {
+                    distance = new_tokens.distance_to(key - new_tokens.first, bits[e / 2]);
+                }
                 if (is_general) {
                     const float score = capped(scores[e] * args.softmax_scale, args.softcap) -
                                         slope[e / 2] * static_cast<float>(distance);
                     scores[e] = distance < window ? score * kLog2e : -INFINITY;
                 }
-                scores[e] = distance >= 0 ? scores[e] : -INFINITY;
+                scores[e] = seen & 1 ? scores[e] : -INFINITY;
             }
         }
 

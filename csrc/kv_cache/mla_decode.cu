@@ -17,6 +17,7 @@
 //
 // Variants: dtype. Hopper: mla_decode_sm90.cu, but for pages that are not multiples of 8 tokens.
 // Source: DeepSeek-AI, "DeepSeek-V2", 2024, 2.1 and appendix C.
+// kernel_hub: not-for: sm89: it is sm80's code but for the order of instructions, and 8.9 runs that
 
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"

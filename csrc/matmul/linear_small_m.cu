@@ -13,6 +13,7 @@
 // another. fp32 is multiplied in parts (three_products.cuh), summed plainly where it has none.
 // Variants: m8, m16: the most rows of a; m8_deep: longer chunks, for the shared memory of sm_90.
 // All deterministic. Source: NVIDIA, PTX ISA, "Matrix fragments for mma.m16n8k16".
+// kernel_hub: not-for: sm89: it is sm80's code but for the order of instructions, and 8.9 runs that
 
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"

@@ -18,6 +18,7 @@
 // Shared memory: one float a warp.
 // Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; DeepSeek-AI, "DeepSeek-V3
 // Technical Report", 2024, 3.3.
+// kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs sm80's, which converts by integers
 
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/math.cuh"

@@ -10,6 +10,7 @@
 // threadIdx.y and gridDim.x the tokens. No shared memory. A row is read and written once.
 //   vec       16 bytes an access
 //   scalar    any alignment
+// kernel_hub: not-for: sm89: memory bounds it, and 8.9 runs the code of sm80
 // Source: Vaswani et al., "Attention Is All You Need", 2017, 3.4.
 
 #include "kernel_hub/follow_launch.cuh"

@@ -13,6 +13,7 @@
 //   word   units of 4 bytes
 //   half_word   units of 2 bytes
 //   byte   any size and alignment
+// kernel_hub: not-for: sm89: memory bounds it, and 8.9 runs the code of sm80
 // Source: Dao, flash-attention's bert_padding.py, 2022, for what they do.
 
 #include "kernel_hub/bounds.cuh"

@@ -15,7 +15,8 @@ def append_kv(
     interleaved: bool = False, rotary_dim: int | None = None, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, out_q: Tensor | None = None, out_k: Tensor | None = None,
     q_norm_weight: Tensor | None = None, k_norm_weight: Tensor | None = None,
-    eps: float = 1e-06, weight_offset: float = 0.0,
+    eps: float = 1e-06, weight_offset: float = 0.0, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
 ) -> None: ...  # fmt: skip
 @overload
 def append_kv(
@@ -26,7 +27,8 @@ def append_kv(
     interleaved: bool = False, rotary_dim: int | None = None, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, out_q: Tensor | None = None, out_k: Tensor | None = None,
     q_norm_weight: Tensor | None = None, k_norm_weight: Tensor | None = None,
-    eps: float = 1e-06, weight_offset: float = 0.0,
+    eps: float = 1e-06, weight_offset: float = 0.0, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 def batched_matmul(
     a: Tensor, b: Tensor, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -49,7 +51,8 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: Literal[False] = False,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -61,7 +64,8 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: Literal[True], k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -73,7 +77,8 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: bool, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
-    deterministic: bool | Literal['batch'] = False,
+    deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def embedding(
     ids: Tensor, weight: Tensor, *, scale: float | None = None,
@@ -92,6 +97,7 @@ def flash_attention(
     deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -105,6 +111,7 @@ def flash_attention(
     deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -118,6 +125,7 @@ def flash_attention(
     deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -266,6 +274,7 @@ def qkv_linear(
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
     deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def qkv_linear(
@@ -279,6 +288,7 @@ def qkv_linear(
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
     deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> tuple[Tensor, None, None]: ...  # fmt: skip
 @overload
 def quantize_e4m3(

@@ -210,9 +210,12 @@ def _rotate(
 
 def append_kv(device: str) -> None:
     """Each way to say where tokens go, tables that point outside, both caches, odd sizes."""
-    for dtype, cache_dtype, head_dim, kind in itertools.product(
-        DTYPES, (None, torch.float8_e4m3fn), (64, 128, 18), ("dense", "paged", "slots")
+    kinds = [(None, False), *itertools.product((torch.float8_e4m3fn, torch.int8), (False, True))]
+    for dtype, (cache_dtype, of_tokens), head_dim, kind in itertools.product(
+        DTYPES, kinds, (64, 128, 18), ("dense", "paged", "slots")
     ):
+        if dtype == torch.float32 and (of_tokens or cache_dtype == torch.int8):
+            continue
         heads, kv_heads, lengths = 8, 2, (5, 0, 70)
         total = 64 if kind == "dense" else sum(lengths) + 3
         leading: tuple[int, ...] = (4, 16) if kind == "dense" else (total,)
@@ -221,12 +224,8 @@ def append_kv(device: str) -> None:
             for n in (heads, kv_heads, kv_heads)
         )
         pages = (4, 20) if kind == "dense" else (9, 16)
-        caches = [
-            torch.zeros(*pages, kv_heads, head_dim, device=device, dtype=torch.float32).to(
-                cache_dtype or dtype
-            )
-            for _ in "kv"
-        ]
+        shape, to = (*pages, kv_heads, head_dim), cache_dtype or dtype
+        caches = [torch.zeros(shape, device=device).to(to) for _ in "kv"]
         options: dict[str, Any] = {}
         if kind == "dense":
             options["cache_seqlens"] = torch.tensor([0, 3, -2, 17], device=device).int()
@@ -240,7 +239,8 @@ def append_kv(device: str) -> None:
         if kind == "slots":
             options["slot_mapping"] = torch.arange(total, device=device) * 2 - 1
         if cache_dtype is not None:
-            options["k_scale"] = options["v_scale"] = torch.rand(kv_heads, device=device) + 0.1
+            size, end = ((*pages, kv_heads), "_cache") if of_tokens else ((kv_heads,), "")
+            options |= {f"{x}_scale{end}": torch.rand(size, device=device) + 0.1 for x in "kv"}
         ops.append_kv(k, v, *caches, **options)
         weights = {f"{name}_norm_weight": torch.rand(head_dim, device=device) for name in "qk"}
         ops.append_kv(k, v, *caches, **options, **weights, q=q)

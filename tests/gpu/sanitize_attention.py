@@ -29,6 +29,7 @@ from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.kv_cache import decode_sm90
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BYTES = (torch.float8_e4m3fn, torch.int8)
 # The head_dim of each body, and one that fills it in part.
 HEAD_DIMS = (16, 32, 64, 72, 96, 128, 136, 160, 192, 200, 256)
 # And of its own for v: Hopper's body for it, in part; and one that is more.
@@ -51,6 +52,20 @@ def forward(device: str) -> None:
             if layout == "cache":
                 ragged = dataclasses.replace(ragged, lengths_q=(150,) * 3, window_size=(30, 9))
             call(ragged, make(ragged, device), return_lse=True)
+
+
+def byte_caches(device: str) -> None:
+    """Lengths that end within a block, pages, a window; the attention behind is `forward`'s."""
+    for dtype, layout, kind in itertools.product(DTYPES, ("varlen", "cache", "paged"), BYTES):
+        case = Case(
+            layout, dtype, 64, 4, 2, (150,) * 3, (70, 0, 601), causal=True, window_size=(30, -1)
+        )
+        inputs = make(case, device)
+        inputs.tensors[1:] = [x.nan_to_num().to(kind) for x in inputs.tensors[1:]]
+        scale = torch.ones(2, device=device)
+        of_tokens = torch.ones(inputs.tensors[1].shape[:-1], device=device)
+        call(case, inputs, k_scale=scale, v_scale=scale)
+        call(case, inputs, k_scale_cache=of_tokens, v_scale_cache=of_tokens)
 
 
 def backward(device: str) -> None:
@@ -102,6 +117,34 @@ def decode(device: str) -> None:
         ops.decode_attention(q, *pages, k=q[:, :, :2], v=q[:, :, 2:4], **options)
 
 
+def decode_bytes(device: str) -> None:
+    """int8 with both scales, e4m3 with those of tokens; a tree's mask over each and over pages of
+    16 and 32 bits."""
+    lengths = torch.tensor([600, 16, 17], device=device, dtype=torch.int32)
+    table = torch.arange(3 * 40, device=device, dtype=torch.int32).view(3, 40)
+    sizes = itertools.product(DTYPES.values(), HEAD_DIMS, (1, 16), (0, 3))
+    for dtype, head_dim, seqlen_q, num_splits in sizes:
+        q = torch.randn(3, seqlen_q, 8, head_dim, device=device, dtype=dtype)
+        mask = torch.arange(1, 1 + seqlen_q, device=device, dtype=torch.int32)
+        options = {"block_table": table, "cache_seqlens": lengths, "num_splits": num_splits}
+        for kind, of_tokens in ((None, False), *itertools.product(BYTES, (False, True))):
+            if kind is not None and head_dim % 16:
+                continue
+            ones = torch.ones(120, 16, 2, head_dim, device=device)
+            pages = [ones.to(kind or dtype) for _ in "kv"]
+            size, end = ((120, 16, 2), "_cache") if of_tokens else ((2,), "")
+            scale = torch.ones(size, device=device)
+            more = {f"{x}_scale{end}": scale for x in "kv"} if kind is not None else {}
+            for given in ({"softcap": 2.0}, {"tree_mask": mask}):
+                ops.decode_attention(q, *pages, **options, **more, **given)
+            if not of_tokens:
+                more |= {"k": q[:, :, :2], "v": q[:, :, 2:4]}
+                ops.decode_attention(q, *pages, **options, **more, tree_mask=mask.long())
+        if head_dim <= 128:
+            pages = [torch.ones(120, 16, 2, head_dim, device=device) for _ in "kv"]
+            ops.decode_attention(q.float(), *pages, **options, tree_mask=mask)
+
+
 def mla(device: str) -> None:
     """Few rows and several blocks of them, pages that the kernel for Hopper takes and others."""
     for dtype, page_size in itertools.product((torch.float16, torch.bfloat16), (1, 8, 64)):
@@ -117,7 +160,9 @@ def mla(device: str) -> None:
             )  # fmt: skip
 
 
-CASES: tuple[Callable[[str], None], ...] = (forward, backward, decode, mla)
+CASES: tuple[Callable[[str], None], ...] = (
+    forward, byte_caches, backward, decode, decode_bytes, mla,
+)  # fmt: skip
 
 
 def main() -> int:

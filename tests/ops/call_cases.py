@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from call_caches import CACHES, append_kv, decode_attention, tables
 from call_gated import GATED
 from call_lot import Case as Case
 from call_lot import Lot as Lot
@@ -24,11 +25,6 @@ from kernel_hub import ops
 E4M3 = torch.float8_e4m3fn
 _HALF = [torch.float16, torch.bfloat16]
 _ANY = [*_HALF, torch.float32]
-
-
-def _tables(lot: Lot, rows: int, rotary_dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    dtype = lot.one(dtype, torch.float32)
-    return {name: lot.randn(rows, rotary_dim // 2, dtype=dtype) for name in ("cos", "sin")}
 
 
 def _rms_norm(lot: Lot) -> Case:
@@ -117,7 +113,7 @@ def _rope(lot: Lot) -> Case:
     return Case(
         "rope",
         {
-            "q": q, "k": k, **_tables(lot, 9, lot.one(dim, dim // 2), dtype),
+            "q": q, "k": k, **tables(lot, 9, lot.one(dim, dim // 2), dtype),
             **lot.maybe(("positions", places)),
             "out_q": torch.empty_like(q), "out_k": torch.empty_like(k),
         },
@@ -210,7 +206,7 @@ def _qkv_linear(lot: Lot) -> Case:
         "out_q": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
     }  # fmt: skip
     if lot.one(True, False):
-        tensors |= _tables(lot, 20, lot.one(16, 32), dtype)
+        tensors |= tables(lot, 20, lot.one(16, 32), dtype)
         places = lot.ints(*range(batch * seqlen), dtype=torch.int64)
         tensors |= lot.maybe(("positions", places))
     outs: tuple[str, ...] = ("out_q",)
@@ -232,69 +228,6 @@ def _qkv_linear(lot: Lot) -> Case:
         "qkv_linear", tensors,
         {"num_heads": heads, "num_kv_heads": kv_heads, "interleaved": lot.one(True, False)},
         outs=outs, caches=caches, required=("x", "w_qkv"),
-    )  # fmt: skip
-
-
-def _append_kv(lot: Lot) -> Case:
-    dtype, batch, seqlen, heads, dim = lot.one(*_ANY), lot.one(1, 2), lot.one(1, 3), 2, 16
-    cache_dtype = lot.one(dtype, E4M3)
-    tensors = {name: lot.randn(batch, seqlen, heads, dim, dtype=dtype) for name in ("k", "v")}
-    outs: tuple[str, ...] = ()
-    if lot.one(True, False):
-        tensors |= _tables(lot, 20, lot.one(8, 16), dtype)
-        tensors |= {
-            "q": lot.randn(batch, seqlen, 4, dim, dtype=dtype),
-            "out_q": lot.randn(batch, seqlen, 4, dim, dtype=dtype),
-            "out_k": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
-        }
-        places = lot.ints(*range(batch * seqlen), dtype=lot.one(torch.int32, torch.int64))
-        tensors |= lot.maybe(("positions", places))
-        outs = ("out_q", "out_k")
-    if lot.one(True, False):
-        kind = lot.one(dtype, torch.float32)
-        names = ("q_norm_weight", "k_norm_weight") if outs else ("k_norm_weight",)
-        tensors |= {name: lot.randn(dim, dtype=kind) for name in names}
-    caches = ("k_cache", "v_cache")
-    tensors |= {name: lot.randn(3, 8, heads, dim).to(cache_dtype) for name in caches}
-    if cache_dtype == E4M3:
-        tensors |= {name: lot.randn(heads).abs() + 0.1 for name in ("k_scale", "v_scale")}
-    tensors |= lot.one(
-        {"slot_mapping": lot.ints(*range(batch * seqlen), dtype=torch.int64)},
-        {"block_table": lot.ints(*range(batch)).view(batch, 1)},
-    )
-    tensors |= lot.maybe(("cache_seqlens", lot.ints(*[2] * batch)))
-    return Case(
-        "append_kv", tensors, {"interleaved": lot.one(True, False)}, outs=outs, caches=caches,
-        in_place=frozenset({("out_q", "q"), ("out_k", "k")}),
-        required=("k", "v", *caches),
-    )  # fmt: skip
-
-
-def _decode_attention(lot: Lot) -> Case:
-    dtype, batch, seqlen, heads, kv_heads, dim = lot.one(*_ANY), 2, lot.one(1, 2), 4, 2, 16
-    cache_dtype = dtype if dtype == torch.float32 else lot.one(dtype, E4M3)
-    tensors = {
-        "q": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
-        "cache_seqlens": lot.ints(3, 5),
-        "out": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
-        **lot.maybe(("alibi_slopes", lot.randn(heads)), ("sinks", lot.randn(heads)),
-                    ("block_table", lot.ints(1, 0).view(batch, 1))),
-    }  # fmt: skip
-    tensors |= {n: lot.randn(2, 8, kv_heads, dim).to(cache_dtype) for n in ("k_cache", "v_cache")}
-    if cache_dtype == E4M3:
-        tensors |= {name: lot.randn(kv_heads).abs() + 0.1 for name in ("k_scale", "v_scale")}
-    caches: tuple[str, ...] = ()
-    if lot.one(True, False):
-        tensors |= {
-            name: lot.randn(batch, seqlen, kv_heads, dim, dtype=dtype) for name in ("k", "v")
-        }
-        tensors |= lot.maybe(("qkv_bias", lot.randn((heads + 2 * kv_heads) * dim, dtype=dtype)))
-        caches = ("k_cache", "v_cache")
-        if lot.one(True, False):
-            tensors |= _tables(lot, 20, lot.one(8, 16), dtype)
-    return Case(
-        "decode_attention", tensors, {"softcap": lot.one(0.0, 30.0)}, outs=("out",), caches=caches,
-        required=("q", "k_cache", "v_cache", "cache_seqlens"),
     )  # fmt: skip
 
 
@@ -354,13 +287,14 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
 
 # By the name of the op, or of a second way through it.
 CASES: dict[str, Callable[[Lot], Case]] = {
+    **CACHES,
     **GATED,
     **MOE,
     **SOFTMAX,
     **TOKENS,
-    "append_kv": _append_kv,
+    "append_kv": append_kv,
     "batched_matmul": _batched_matmul,
-    "decode_attention": _decode_attention,
+    "decode_attention": decode_attention,
     "flash_attention": _flash_attention,
     "flash_attention fp8": _flash_attention_fp8,
     "flash_attention_qkvpacked": _flash_attention_qkvpacked,

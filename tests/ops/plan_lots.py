@@ -5,45 +5,15 @@ Nothing is computed: most tensors hold nothing, the others what an op reads on t
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-HALF = (torch.float16, torch.bfloat16)
-E4M3 = torch.float8_e4m3fn
-
-
-class Lot:
-    """Draws calls as models have them. Tensors hold nothing but what an op reads on the host."""
-
-    def __init__(self, seed: str) -> None:
-        self.random = random.Random(seed)
-
-    def one(self, *choices: Any) -> Any:
-        return self.random.choice(choices)
-
-    def log(self, least: int, most: int) -> int:
-        """A size, each order of magnitude as likely, powers of two and odd ones."""
-        found = round(least * (most / least) ** self.random.random())
-        return self.one(found, 1 << max(found.bit_length() - 1, 0), found | 1)
-
-    def rows(self, *shape: int, dtype: torch.dtype, aligned: bool = True) -> torch.Tensor:
-        """Contiguous, or rows of a wider tensor, or (not `aligned`) beginning off 16 bytes."""
-        how = self.random.random() * (0.9 if aligned else 1.0)
-        if how < 0.7:
-            return torch.empty(shape, dtype=dtype)
-        if how < 0.9:
-            return torch.empty(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]]
-        size = 1
-        for n in shape:
-            size *= n
-        return torch.empty(size + 8, dtype=dtype)[1 : 1 + size].view(shape)
-
-    def tables(self, tokens: int, dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        dtype = self.one(dtype, torch.float32)
-        return {name: torch.empty(tokens, dim // 2, dtype=dtype) for name in ("cos", "sin")}
+from plan_caches import DRAWN as CACHES
+from plan_lot import E4M3, HALF
+from plan_lot import Lot as Lot
+from plan_lot import cache_of as _cache
+from plan_lot import heads_of as _heads
 
 
 def _norm(lot: Lot) -> tuple[Any, ...]:
@@ -256,11 +226,6 @@ def _grouped(lot: Lot) -> tuple[Any, ...]:
     return (a, b, offsets), options
 
 
-def _heads(lot: Lot) -> tuple[int, int, int]:
-    return lot.one((32, 8, 128), (14, 2, 64), (28, 4, 128), (40, 10, 128), (16, 16, 80),
-                   (8, 4, 256), (12, 12, 64), (8, 1, 96), (24, 8, 192))  # fmt: skip
-
-
 def _qkv(lot: Lot) -> tuple[Any, ...]:
     dtype, (heads, kv_heads, dim) = lot.one(*HALF), _heads(lot)
     dim, k = dim // 32 * 32, lot.one(896, 4096, 5120)
@@ -279,55 +244,6 @@ def _qkv(lot: Lot) -> tuple[Any, ...]:
             )
         options["slot_mapping"] = torch.arange(batch * seqlen)
     return (x, w), options
-
-
-def _cache(lot: Lot, kv_heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    shape = lot.one((600, 16, kv_heads, dim), (64, 128, kv_heads, dim))
-    found: dict[str, Any] = {
-        name: torch.empty(shape, dtype=dtype) for name in ("k_cache", "v_cache")
-    }
-    if dtype == E4M3:
-        found |= {name: torch.empty(kv_heads) for name in ("k_scale", "v_scale")}
-    return found
-
-
-def _append(lot: Lot) -> tuple[Any, ...]:
-    dtype, (heads, kv_heads, dim) = lot.one(*HALF, torch.float32), _heads(lot)
-    batch, seqlen = lot.one((1, lot.log(1, 2048)), (lot.log(1, 64), 1), (3, 17))
-    k, v = (lot.rows(batch, seqlen, kv_heads, dim, dtype=dtype) for _ in range(2))
-    options = _cache(lot, kv_heads, dim, lot.one(dtype, E4M3))
-    if lot.one(True, False):
-        options |= lot.tables(8192, dim, dtype)
-        options["q"] = lot.rows(batch, seqlen, heads, dim, dtype=dtype)
-    options["slot_mapping"] = torch.arange(batch * seqlen)
-    return (k, v, options.pop("k_cache"), options.pop("v_cache")), options
-
-
-def _append_normed(lot: Lot) -> tuple[Any, ...]:
-    given, options = _append(lot)
-    weight = torch.empty(given[0].shape[-1], dtype=lot.one(given[0].dtype, torch.float32))
-    options["k_norm_weight"] = weight
-    if "q" in options:
-        options["q_norm_weight"] = weight
-    return given, options
-
-
-def _decode(lot: Lot) -> tuple[Any, ...]:
-    dtype, (heads, kv_heads, dim) = lot.one(*HALF), _heads(lot)
-    batch, seqlen = lot.log(1, 256), lot.one(1, 1, 2, 4, 16)
-    q = lot.rows(batch, seqlen, heads, dim, dtype=dtype)
-    options = _cache(lot, kv_heads, dim, lot.one(dtype, E4M3))
-    pages, size = options["k_cache"].shape[:2]
-    used = min(pages, lot.log(1, pages))
-    options["block_table"] = torch.zeros(batch, used, dtype=torch.int32)
-    lengths = torch.full((batch,), used * size - seqlen, dtype=torch.int32)
-    options |= {"softcap": lot.one(0.0, 30.0), "return_lse": lot.one(True, False)}
-    if lot.one(True, False):
-        options |= {n: lot.rows(batch, seqlen, kv_heads, dim, dtype=dtype) for n in "kv"}
-        if lot.one(True, False):
-            options |= lot.tables(1 << 17, dim, dtype)
-    options["cache_seqlens"] = lengths
-    return (q, options.pop("k_cache"), options.pop("v_cache")), options
 
 
 def _mla(lot: Lot) -> tuple[Any, ...]:
@@ -382,7 +298,6 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "swigluoai_and_mul": ("swigluoai_and_mul", _swigluoai),
     "verify_draft": ("verify_draft", _verify), "verify_tree": ("verify_tree", _tree),
     "copy_blocks": ("copy_blocks", _copies), "cu_seqlens": ("cu_seqlens", _bounds),
-    "embedding": ("embedding", _embedding),
     "pad_input": ("pad_input", lambda lot: _padding(lot, True)),
     "unpad_input": ("unpad_input", lambda lot: _padding(lot, False)), "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge), "moe_route": ("moe_route", _route),
@@ -390,10 +305,8 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "linear": ("linear", _linear), "linear fp8": ("linear", _linear_fp8),
     "swiglu_linear": ("swiglu_linear", _swiglu), "gated_linear": ("gated_linear", _gated_linear),
     "batched_matmul": ("batched_matmul", _batched), "grouped_linear": ("grouped_linear", _grouped),
-    "qkv_linear": ("qkv_linear", _qkv), "append_kv": ("append_kv", _append),
-    "append_kv normed": ("append_kv", _append_normed),
-    "decode_attention": ("decode_attention", _decode), "mla_decode": ("mla_decode", _mla),
-    "flash_attention": ("flash_attention", _attention),
+    "qkv_linear": ("qkv_linear", _qkv), "mla_decode": ("mla_decode", _mla),
+    "embedding": ("embedding", _embedding), "flash_attention": ("flash_attention", _attention),
     "flash_attention backward": ("flash_attention", _attention),
-    "flash_attention fp8": ("flash_attention", _attention_fp8),
+    "flash_attention fp8": ("flash_attention", _attention_fp8), **CACHES,
 }  # fmt: skip

@@ -260,6 +260,17 @@ def test_append_kv_normed(chosen: set[str]) -> None:
     assert chosen == exported("append_kv_normed")
 
 
+def test_append_kv_quantised(chosen: set[str]) -> None:
+    for dtype, head_dim in itertools.product(DTYPES[:2], [64, 18]):
+        k, scale = meta(2, 5, 4, head_dim, dtype=dtype), meta(2, 9, 4, dtype=torch.float32)
+        cache = meta(2, 9, 4, head_dim, dtype=torch.int8)
+        arguments = AppendGiven(k, k, cache, cache, *[None] * 8, False, 0, *[None] * 4)
+        scaled = arguments._replace(k_scale_cache=scale, v_scale_cache=scale)
+        for given in (arguments, scaled):
+            module("kv_cache.append_plan").launch_of(given, True)
+    assert chosen == exported("append_kv_quantised")
+
+
 def test_merge_states(chosen: set[str]) -> None:
     for dtype, tokens, head_dim in itertools.product(DTYPES, [1, 1024, 32768], [128, 18]):
         out, lse = meta(tokens, 8, head_dim, dtype=dtype), meta(8, tokens, dtype=torch.float32)

@@ -51,7 +51,8 @@ __device__ __forceinline__ void prepare_rows_fp32(const Args& args, const Segmen
         const int row = is_query ? first_row + job : (job - num_rows) / 2;
         const int token = is_query ? row / group : first_new + row;
         const int head = is_query ? segment.kv_head * group + row % group : segment.kv_head;
-        const int position = first_position + token;
+        const int place = first_position + token;
+        const int position = first_position + args.depth_of(segment.batch_idx, token);
         float value = 0.0f;
         if (is_inside) {
             const NewRow<float> from =
@@ -66,11 +67,11 @@ __device__ __forceinline__ void prepare_rows_fp32(const Args& args, const Segmen
             *reinterpret_cast<uint32_t*>(place + Config::kPartBytes) = parts.low[0];
             continue;
         }
-        int page = segment.batch_idx, in_page = position;
+        int page = segment.batch_idx, in_page = place;
         if (args.block_table != nullptr) {
             page = __ldg(args.block_table + segment.batch_idx * args.block_table_stride +
-                         position / args.page_size);
-            in_page = position % args.page_size;
+                         place / args.page_size);
+            in_page = place % args.page_size;
         }
         // No page, no place: the row is dropped (the attention says so in the flag).
         if (is_inside && is_index(page, args.num_pages)) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/int8.cuh"
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/vec.cuh"
 #include "kv_cache/decode/tiles.cuh"
@@ -125,10 +126,12 @@ __device__ __forceinline__ float read_rotated_element(const T* row, const T* bia
     return value * c[0] + (is_second ? partner : -partner) * s[0];
 }
 
-// A cache element from a float, rounded to nearest even; e4m3 of value * inverse_scale.
+// A cache element from a float, rounded to nearest even; of bytes that of value * inverse_scale.
 template <typename Cache>
 __device__ __forceinline__ Cache to_cache(float value, float inverse_scale) {
-    if constexpr (sizeof(Cache) == 1) {
+    if constexpr (std::is_same_v<Cache, int8_t>) {
+        return static_cast<int8_t>(round_to_int8(value * inverse_scale) & 0xff);
+    } else if constexpr (sizeof(Cache) == 1) {
         return float_to_e4m3(value * inverse_scale);
     } else {
         return from_float<Cache>(value);
@@ -139,7 +142,14 @@ __device__ __forceinline__ Cache to_cache(float value, float inverse_scale) {
 template <typename Cache>
 __device__ __forceinline__ void store_cache(Cache* target, const float (&values)[8],
                                             float inverse_scale) {
-    if constexpr (sizeof(Cache) == 1) {
+    if constexpr (std::is_same_v<Cache, int8_t>) {
+        float scaled[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            scaled[i] = values[i] * inverse_scale;
+        }
+        write_int8(target, scaled);
+    } else if constexpr (sizeof(Cache) == 1) {
         uint32_t words[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -191,6 +201,40 @@ __device__ __forceinline__ auto* row_of_cache(const Args& args, bool is_value, i
                           in_page * args.k_cache_token_stride + head * args.k_cache_head_stride;
 }
 
+// Eight numbers of a row of queries as bf16 has them, in fp16, times the power of two that has the
+// largest of the row below 2^15: exact, but of numbers below 2^-29 of it. What undoes that goes to
+// `scale`. Numbers that are not finite stay so, and do not count. The lanes of a row, kLanes side
+// by side, meet here, and with them all of their warp.
+template <int kLanes, typename Words>
+__device__ __forceinline__ void store_scaled(const float (&values)[8], bool is_row,
+                                             Words&& word_place, float* scale) {
+    float rounded[8];
+    int largest = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        rounded[i] = to_float(from_float<__nv_bfloat16>(values[i]));
+        const int bits = __float_as_int(fabsf(rounded[i]));
+        largest = max(largest, bits < 0x7f800000 ? bits : 0);
+    }
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        largest = max(largest, __shfl_xor_sync(~0u, largest, offset));
+    }
+    const int exponent = max(largest >> 23, 15);
+    const float factor = __int_as_float((2 * 127 + 14 - exponent) << 23);
+    if (!is_row) {
+        return;
+    }
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+        *reinterpret_cast<uint32_t*>(word_place(word)) =
+            pack2<__half>(rounded[2 * word] * factor, rounded[2 * word + 1] * factor);
+    }
+    if (threadIdx.x % kLanes == 0) {
+        *scale = __int_as_float((exponent - 14) << 23);
+    }
+}
+
 // Write the queries of the segment to shared memory and its new tokens to the cache.
 template <typename Config, typename Args>
 __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& segment,
@@ -209,11 +253,15 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
         first_new = max(begin - first_position, 0);
         num_new = max(end - first_position - first_new, 0);
     }
+    [[maybe_unused]] const int lane_idx = threadIdx.x & 31;
     const int cache_chunks = args.head_dim / 8;
     const int query_jobs = num_rows * Config::kQueryChunks;
     const int jobs = query_jobs + num_new * 2 * cache_chunks;
 #pragma unroll 1
-    for (int job = threadIdx.x; job < jobs; job += Config::kThreads) {
+    for (int turn = threadIdx.x; turn - (Config::kRowScales ? lane_idx : 0) < jobs;
+         turn += Config::kThreads) {
+        // The lanes of a row of queries meet: whole warps come here, to the last job again.
+        const int job = Config::kRowScales ? min(turn, jobs - 1) : turn;
         const bool is_query = job < query_jobs;
         const int j = job - query_jobs;
         const int chunk = is_query ? job % Config::kQueryChunks : j % cache_chunks;
@@ -223,16 +271,17 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
         const int head =
             is_query ? segment.kv_head * group + (first_row + row) % group : segment.kv_head;
         const NewRow<T> from = find_row<T>(args, segment, is_query, is_value, token, head);
-        const int position = first_position + token, column = chunk * 8;
+        const int place = first_position + token, column = chunk * 8;
+        const int position = first_position + args.depth_of(segment.batch_idx, token);
 
         Cache* target = nullptr;
         float inverse_scale = 1.0f;
         if (!is_query) {
-            int page = segment.batch_idx, in_page = position;
+            int page = segment.batch_idx, in_page = place;
             if (args.block_table != nullptr) {
                 page = __ldg(args.block_table + segment.batch_idx * args.block_table_stride +
-                             position / args.page_size);
-                in_page = position % args.page_size;
+                             place / args.page_size);
+                in_page = place % args.page_size;
             }
             // No page, no place: the row is dropped (the attention says so in the flag).
             if (!is_index(page, args.num_pages)) {
@@ -249,6 +298,30 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
             const int inside = Config::kQuantised ? 2 * (chunk & 1) + (word >> 1) : word;
             return queries + swizzled<Config::kQueryChunks>(row, at) + inside * 4;
         };
+        if constexpr (Config::kRowScales) {
+            if (turn - lane_idx < query_jobs) {
+                float values[8] = {};
+                if (is_query && column < args.head_dim && args.is_vectorised != 0) {
+                    read_rotated(from.data, from.bias, from.rotation, position, column, values);
+                } else if (is_query && column < args.head_dim) {
+#pragma unroll 1
+                    for (int i = 0; i < 8; ++i) {
+                        const float value = read_rotated_element(
+                            from.data, from.bias, from.rotation, position, column + i);
+#pragma unroll
+                        for (int e = 0; e < 8; ++e) {
+                            values[e] = e == i ? value : values[e];
+                        }
+                    }
+                }
+                float* const scales = reinterpret_cast<float*>(queries + Config::kQueryBytes);
+                store_scaled<Config::kQueryChunks>(values, is_query && turn == job, word_place,
+                                                   scales + row);
+            }
+            if (is_query || turn != job) {
+                continue;
+            }
+        }
         if (is_query && column >= args.head_dim) {
 #pragma unroll
             for (int word = 0; word < 4; ++word) {

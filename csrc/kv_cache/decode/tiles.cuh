@@ -3,7 +3,9 @@
 #pragma once
 
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/divisor.cuh"
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/int8.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
@@ -11,13 +13,18 @@
 
 namespace kernel_hub::kv_cache::decode {
 
-template <typename T_, typename Cache_, int kHeadDim_, int kTile_, int kSlots_, int kRowTiles_>
+template <typename T_, typename Cache_, int kHeadDim_, int kTile_, int kSlots_, int kRowTiles_,
+          bool kTokenScales_ = false>
 struct DecodeConfig {
     using T = T_;
     using Cache = Cache_;
     static constexpr int kHeadDim = kHeadDim_, kTile = kTile_, kSlots = kSlots_;
     static constexpr int kRowTiles = kRowTiles_;
     static constexpr bool kQuantised = sizeof(Cache) == 1;
+    // Whether there may be a scale a token: those of the keys, then of the values, of each tile
+    // that is under way.
+    static constexpr bool kTokenScales = kTokenScales_;
+    static constexpr int kScaleTiles = (kSlots + 1) / 2;
     // Whether window, softcap and alibi are known here.
     static constexpr bool kGeneral = kRowTiles == 1;
     static constexpr int kWarps = 4, kThreads = 32 * kWarps, kUnit = kWarps * kTile;
@@ -31,9 +38,16 @@ struct DecodeConfig {
     static constexpr int kAreaBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
     static constexpr int kQueryChunks = kHeadDim / 8;
     static constexpr int kQueryBytes = kRows * kHeadDim * 2;
-    static constexpr int kSharedBytes = kAreaBytes + kQueryBytes;
+    static constexpr int kScaleBytes = kTokenScales ? kScaleTiles * 2 * kTile * 4 : 0;  // of a warp
+    // Of bytes queries are fp16, which of bf16 are scaled by rows (rows.cuh).
+    static constexpr bool kRowScales = kQuantised && std::is_same_v<T, __nv_bfloat16>;
+    static constexpr int kRowScaleBytes = kQuantised ? kRows * 4 : 0;  // as many of either dtype
+    static constexpr int kSharedBytes =
+        kAreaBytes + kQueryBytes + kRowScaleBytes + kWarps * kScaleBytes;
     static constexpr bool kQueryInRegisters = kRowTiles == 1 && kHeadDim <= 128;
     static_assert(kTile % 16 == 0, "the tokens of a tile are the k side of m16n8k16");
+    static_assert(!kTokenScales || kSlots % 2 != 0,
+                  "keys and scales of a tile are asked for as one");
     static_assert(kHeadDim % 64 == 0, "the swizzles cover rows of 64 bytes and more");
     static_assert(kSharedBytes <= 99 << 10, "a block of sm_89 has 99 KiB of shared memory");
 };
@@ -75,6 +89,14 @@ struct Accumulator {
     float out[Config::kRowTiles][Config::kHeadDim / 8][4];
     float row_max[2 * Config::kRowTiles], row_sum[2 * Config::kRowTiles];
 
+    // Of row i of a lane.
+    __device__ __forceinline__ void shrink(int i, float factor) {
+#pragma unroll
+        for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+            out[i / 2][j][2 * (i % 2)] *= factor;
+            out[i / 2][j][2 * (i % 2) + 1] *= factor;
+        }
+    }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < 2 * Config::kRowTiles; ++i) {
@@ -102,12 +124,30 @@ __device__ __forceinline__ void load_query(uint32_t queries, int r, int k, int l
                                                             2 * k + (lane_idx >> 4)));
 }
 
+// What the tensor cores multiply: bytes become fp16 in fewer instructions than bf16.
+template <typename Config>
+using OperandOf = std::conditional_t<Config::kQuantised, __half, typename Config::T>;
+
+// Two bytes of a word of a cache as two of fp16. Exact.
+template <typename Cache, int kFirst, int kSecond>
+__device__ __forceinline__ uint32_t bytes_to_half2(uint32_t word, uint32_t kilo) {
+    if constexpr (std::is_same_v<Cache, int8_t>) {
+        return int8x2_to_half2<kFirst, kSecond>(word, kilo);
+    } else if constexpr (kSecond == kFirst + 1) {
+        uint16_t halves[2];
+        memcpy(halves, &word, sizeof(word));
+        return e4m3x2_to_half2(halves[kFirst / 2]);
+    } else {
+        return e4m3x2_to_half2(__byte_perm(word, 0, 0x4400 | kSecond << 4 | kFirst));
+    }
+}
+
 // scores = queries x keys of a slot.
 template <typename Config, typename Queries>
 __device__ __forceinline__ void multiply_keys(
     Queries&& query, uint32_t slot, int lane_idx,
-    float (&scores)[Config::kRowTiles][Config::kTile / 8][4]) {
-    using T = typename Config::T;
+    float (&scores)[Config::kRowTiles][Config::kTile / 8][4], uint32_t kilo = 0) {
+    using T = OperandOf<Config>;
     constexpr int kColumns = Config::kQuantised ? 32 : 16;  // of two chunks
 #pragma unroll
     for (int k = 0; k < Config::kHeadDim / kColumns; ++k) {
@@ -118,11 +158,12 @@ __device__ __forceinline__ void multiply_keys(
                                          16 * group + (lane_idx & 7) + ((lane_idx >> 4) << 3),
                                          2 * k + ((lane_idx >> 3) & 1)));
             if constexpr (Config::kQuantised) {
+                using Cache = typename Config::Cache;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     // keys[i]: tokens 8 (i / 2) .., columns 16 (2k + i % 2) + 4 (lane % 4) ..
-                    const uint32_t low = e4m3x2_to<T>(keys[i] & 0xffff);
-                    const uint32_t high = e4m3x2_to<T>(keys[i] >> 16);
+                    const uint32_t low = bytes_to_half2<Cache, 0, 1>(keys[i], kilo);
+                    const uint32_t high = bytes_to_half2<Cache, 2, 3>(keys[i], kilo);
 #pragma unroll
                     for (int r = 0; r < Config::kRowTiles; ++r) {
                         uint32_t a[4];
@@ -143,12 +184,12 @@ __device__ __forceinline__ void multiply_keys(
     }
 }
 
-// out += probabilities x values of a slot. For e4m3, out[2c], out[2c + 1] are the even and the odd
-// columns of chunk c; the probabilities are fp16 then.
+// out += probabilities x values of a slot. For bytes, out[2c], out[2c + 1] are the even and the odd
+// columns of chunk c.
 template <typename Config, typename P>
 __device__ __forceinline__ void multiply_values(
     const uint32_t (&probabilities)[Config::kRowTiles][Config::kTile / 16][4], uint32_t slot,
-    int lane_idx, Accumulator<Config>& sums) {
+    int lane_idx, Accumulator<Config>& sums, uint32_t kilo = 0) {
 #pragma unroll
     for (int group = 0; group < Config::kTile / 16; ++group) {
 #pragma unroll
@@ -162,14 +203,15 @@ __device__ __forceinline__ void multiply_values(
 #pragma unroll
                 for (int r = 0; r < Config::kRowTiles; ++r) {
                     if constexpr (Config::kQuantised) {
+                        using Cache = typename Config::Cache;
                         float (&even)[4] = sums.out[r][2 * (c + i)];
                         float (&odd)[4] = sums.out[r][2 * (c + i) + 1];
                         mma_m16n8k16<P>(even, probabilities[r][group],
-                                        e4m3x2_to<P>((low & 0xff) | (low >> 8 & 0xff00)),
-                                        e4m3x2_to<P>((high & 0xff) | (high >> 8 & 0xff00)));
+                                        bytes_to_half2<Cache, 0, 2>(low, kilo),
+                                        bytes_to_half2<Cache, 0, 2>(high, kilo));
                         mma_m16n8k16<P>(odd, probabilities[r][group],
-                                        e4m3x2_to<P>((low >> 8 & 0xff) | (low >> 16 & 0xff00)),
-                                        e4m3x2_to<P>((high >> 8 & 0xff) | (high >> 16 & 0xff00)));
+                                        bytes_to_half2<Cache, 1, 3>(low, kilo),
+                                        bytes_to_half2<Cache, 1, 3>(high, kilo));
                     } else {
                         mma_m16n8k16<P>(sums.out[r][c + i], probabilities[r][group], low, high);
                     }
@@ -178,6 +220,16 @@ __device__ __forceinline__ void multiply_values(
         }
     }
 }
+
+// The same of the scales of a tile's rows: null where there are none; and where they go.
+template <int kRows>
+struct ScaleLoader {
+    const float* head;
+    const float* row[kRows];
+    uint32_t ring;
+    int tile;
+};
+struct NoScales {};
 
 // Fills the ring of one warp, keys and values in turn, a tile ahead of the page table. Lanes 0 ..
 // 15 know where the rows of keys lie, the others those of values.
@@ -192,7 +244,17 @@ struct TileLoader {
     const Cache* row[Config::kTile / 16];  // this lane's; null: no such row
     uint32_t ring;
     int slot, lane_idx;
+    Divisor pages;    // of bytes alone
     bool is_outside;  // some page so far
+    std::conditional_t<Config::kTokenScales, ScaleLoader<Config::kTile / 16>, NoScales> scales;
+
+    // Divisions are a tenth of what the kernels of bytes do.
+    __device__ __forceinline__ int page_of(int at) const {
+        return Config::kQuantised ? pages.quotient(at) : at / args.page_size;
+    }
+    __device__ __forceinline__ int place_in_page(int at) const {
+        return Config::kQuantised ? pages.remainder(at) : at % args.page_size;
+    }
 
     // Look up the pages of the tile that starts at this lane's token.
     __device__ __forceinline__ void look_up() {
@@ -201,8 +263,8 @@ struct TileLoader {
             const int at = token + 16 * i;
             next_page[i] = batch_idx;
             if (args.block_table != nullptr && at < end_token) {
-                next_page[i] = __ldg(args.block_table + batch_idx * args.block_table_stride +
-                                     at / args.page_size);
+                next_page[i] =
+                    __ldg(args.block_table + batch_idx * args.block_table_stride + page_of(at));
             }
         }
     }
@@ -216,12 +278,21 @@ struct TileLoader {
 #pragma unroll
         for (int i = 0; i < Config::kTile / 16; ++i) {
             const int at = token + 16 * i;
-            const int in_page = args.block_table == nullptr ? at : at % args.page_size;
+            const int in_page = args.block_table == nullptr ? at : place_in_page(at);
             const bool is_there = is_index(next_page[i], args.num_pages);
             is_outside |= at < end_token && !is_there;
             row[i] = at < end_token && is_there
                          ? head + next_page[i] * page_stride + in_page * token_stride
                          : nullptr;
+            if constexpr (Config::kTokenScales) {
+                if (scales.head != nullptr) {
+                    const int64_t offset =
+                        next_page[i] *
+                            (is_key ? args.k_scale_page_stride : args.v_scale_page_stride) +
+                        in_page * (is_key ? args.k_scale_token_stride : args.v_scale_token_stride);
+                    scales.row[i] = row[i] != nullptr ? scales.head + offset : nullptr;
+                }
+            }
         }
         token += Config::kUnit;
         look_up();
@@ -250,6 +321,19 @@ struct TileLoader {
             } else {
                 cp_async_16(place, bytes, is_inside, read_once_policy());
             }
+        }
+        // Keys first: their group has the scales of both.
+        if constexpr (Config::kTokenScales && !kValues) {
+            if (scales.head != nullptr) {
+                const int kind = lane_idx < 16 ? 0 : Config::kTile;
+#pragma unroll
+                for (int i = 0; i < Config::kTile / 16; ++i) {
+                    const int at =
+                        2 * Config::kTile * scales.tile + kind + 16 * i + (lane_idx & 15);
+                    cp_async_4(scales.ring + 4 * at, scales.row[i], scales.row[i] != nullptr);
+                }
+            }
+            scales.tile = scales.tile + 1 == Config::kScaleTiles ? 0 : scales.tile + 1;
         }
         cp_async_commit();
         slot = slot + 1 == Config::kSlots ? 0 : slot + 1;

@@ -31,12 +31,14 @@ def check_layout(op: str, layout: Any) -> None:
 
 def resolve(
     op: str, q: Any, k: Any, v: Any, options: Options, *,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    dtypes: tuple[torch.dtype, ...] = DTYPES, cache_dtypes: tuple[torch.dtype, ...] = (),
 ) -> Numbers:  # fmt: skip
-    """Check everything that does not lie on the device; what the launch needs beside tensors."""
+    """Check everything that does not lie on the device; what the launch needs beside tensors.
+
+    cache_dtypes: of k and v, where that is not q's."""
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
      max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks, _) = options  # fmt: skip
-    _check_qkv(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, dtypes)
+    _check_qkv(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, dtypes, cache_dtypes)
     if cu_seqlens_k is not None:
         for argument, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
             if value is not None:
@@ -88,7 +90,7 @@ def resolve(
 
 def _check_qkv(
     op: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple[torch.dtype, ...], cache_dtypes: tuple[torch.dtype, ...],
 ) -> None:  # fmt: skip
     for argument, value in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(op, argument, value)
@@ -100,13 +102,10 @@ def _check_qkv(
         raise common.refuse(op, "k", f"shape {shape}", k)
     check_rows(op, "q", q, dtypes)
     num_heads, head_dim = q.shape[-2:]
-    if k.dtype == torch.float8_e4m3fn and q.dtype in common.HALF:
-        where = "as q; decode_attention reads caches of e4m3 beside 16 bits"
-        raise common.refuse(op, "k", f"dtype {common.named((q.dtype,))}, {where}", k)
-    common.check_like(op, "k", k, (*k.shape[:-1], head_dim), q)
+    common.check_like(op, "k", k, (*k.shape[:-1], head_dim), q, dtypes=cache_dtypes)
     own = v.shape[-1] if v.dim() > 0 and q.dtype != torch.float8_e4m3fn else head_dim
-    common.check_like(op, "v", v, (*k.shape[:-1], own), q)
-    check_rows(op, "v", v, dtypes)
+    common.check_like(op, "v", v, (*k.shape[:-1], own), q, dtypes=cache_dtypes)
+    check_rows(op, "v", v, cache_dtypes or dtypes)
     num_kv_heads = k.shape[-2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise TensorError(
@@ -171,9 +170,12 @@ def _bound(op: str, argument: str, value: Any, rows: int, lengths_vary: bool) ->
 
 
 # In the order in which calls that were planned read addresses.
-_writes = common.Writes(
-    "flash_attention", f"q k v out {' '.join(TABLES)} q_scale k_scale v_scale", "out"
-)
+_SCALES = "q_scale k_scale v_scale k_scale_cache v_scale_cache"
+_writes = common.Writes("flash_attention", f"q k v out {' '.join(TABLES)} {_SCALES}", "out")
+
+
+def _all_scales(scales: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*scales, *[None] * (len(_SCALES.split()) - len(scales)))
 
 
 def spans_of(
@@ -181,7 +183,7 @@ def spans_of(
     scales: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> common.Spans:  # fmt: skip
     """How far the tensors of a call reach; None for an out of its own, which meets nothing."""
-    return _writes.spans(q, k, v, out, *options.tables, *scales)
+    return _writes.spans(q, k, v, out, *options.tables, *_all_scales(scales))
 
 
 def check_out(
@@ -191,7 +193,7 @@ def check_out(
     """`out` must be like q with v's head_dim, or of `dtypes`, and share no memory with the inputs
     (or itself)."""
     check_out_layout(op, out, q, v, dtypes)
-    tensors = (q, k, v, out, *options.tables, *scales)
+    tensors = (q, k, v, out, *options.tables, *_all_scales(scales))
     if common.is_plain(*tensors):  # they have memory
         _writes.check(*tensors)
 

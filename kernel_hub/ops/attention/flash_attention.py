@@ -18,13 +18,16 @@ from . import checks as checks
 from . import eager as run
 from . import fp8 as fp8
 from . import registered as registered
+from .caches import widened as caches
 from .problem import TABLES, Options
 
 _OP, _PACKED = "flash_attention", "flash_attention_qkvpacked"
 _PLAIN_TYPES = common.PLAIN_TYPES
 _OPTIONAL = f"{' '.join(TABLES)} out"
 _operands = common.Operands(_OP, "q k v", _OPTIONAL, has_backward=True)
-_all_operands = common.Operands(_OP, "q k v", f"{_OPTIONAL} q_scale k_scale v_scale")
+_all_operands = common.Operands(
+    _OP, "q k v", f"{_OPTIONAL} q_scale k_scale v_scale k_scale_cache v_scale_cache"
+)
 _packed_operands = common.Operands(
     _PACKED, "qkv", "alibi_slopes cu_seqlens sinks out", has_backward=True
 )
@@ -48,7 +51,8 @@ def flash_attention(
     deterministic: bool | Literal["batch"] = False,
     q_scale: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Attention of every query over the keys of its sequence, without the matrix of scores.
 
@@ -66,6 +70,7 @@ def flash_attention(
     k, v: (batch_size, seqlen_k, num_kv_heads, head_dim), dtype and device of q; num_kv_heads
         divides num_heads, and query head h reads head h * num_kv_heads // num_heads. v may have a
         head_dim of its own in the same range (DeepSeek's prefill: 192 and 128); out has v's.
+        Beside a q of 16 bits both may be float8_e4m3fn or int8, a cache as append_kv writes it.
     causal: a query sees no key after its own place.
     softmax_scale: None is 1 / sqrt(head_dim).
     window_size: (left, right): how many keys before and after its place a query sees; -1 is all.
@@ -115,6 +120,15 @@ def flash_attention(
         either. head_dim 16 to 256 in multiples of 16, v's too; no window, softcap, alibi,
         block_table, sinks or gradients.
 
+    k_scale, v_scale: also with k and v alone of float8_e4m3fn or int8: what their bytes are
+        multiplied by, fp32, () or (1,) or (num_kv_heads,); None is 1 (e4m3). All options but
+        gradients and the packed form; head_dim (v's too) in multiples of 16, k and v aligned to 16
+        bytes. The keys that a query may see are written once in q's dtype, rounded, fp16 above
+        65,504 to inf (memory of the call's own: up to 512 MiB, or what one kv head needs), and
+        attended to from there: for 16 queries or fewer `decode_attention` reads the bytes.
+    k_scale_cache, v_scale_cache: in place of those, a scale for each token and head, as `append_kv`
+        writes them: like k and v without head_dim, fp32, any strides.
+
     Packed tensors are slices: k, v = kv[:, :, 0], kv[:, :, 1].
     Returns out, or (out, lse). A CUDA tensor runs the shipped cubins on torch's current stream; a
     CPU tensor runs a reference in torch. KERNEL_HUB_DEBUG=1 checks lengths and page numbers too,
@@ -134,9 +148,17 @@ def flash_attention(
     try:
         if layout != "bshd":
             q, k, v, out = _tokens_first(q), _tokens_first(k), _tokens_first(v), _tokens_first(out)
+        is_cache = caches.is_cache(q, k)
+        if not (is_cache or k_scale_cache is v_scale_cache is None):
+            caches.refuse_scales(k_scale_cache, v_scale_cache)
         if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
             scales = fp8.Scales(q_scale, k_scale, v_scale)
             made, lse = fp8.attention(q, k, v, scales, out, out_dtype, return_lse, options)
+        elif is_cache:
+            fp8.check_unscaled(q_scale=q_scale, out_dtype=out_dtype)
+            of_tokens = caches.tokens_first(layout, k_scale_cache, v_scale_cache)
+            cache_scales = caches.CacheScales(k_scale, v_scale, *of_tokens)
+            made, lse = caches.attention(q, k, v, cache_scales, out, return_lse, options)
         else:
             if not (q_scale is k_scale is v_scale is out_dtype is None):
                 fp8.check_unscaled(
@@ -152,13 +174,16 @@ def flash_attention(
         return (made, lse) if return_lse else made
     except common.FOREIGN as found:
         # Names what has no memory, or is no number.
-        optional = (*options.tables, as_given, q_scale, k_scale, v_scale)
+        own = (q_scale, k_scale, v_scale, k_scale_cache, v_scale_cache)
+        optional = (*options.tables, as_given, *own)
         _all_operands.check_tensors((q, k, v), optional)
         if isinstance(found, KernelHubError):
             raise
         common.check_flags(_OP, return_lse=return_lse, deterministic=deterministic)
         if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
             checks.resolve(_OP, q, k, v, options, dtypes=(fp8.DTYPE,))
+        elif caches.is_cache(q, k):
+            checks.resolve(_OP, q, k, v, options, dtypes=common.HALF, cache_dtypes=(k.dtype,))
         else:
             checks.resolve(_OP, q, k, v, options)
         raise

@@ -12,6 +12,8 @@ from ...errors import TensorError
 from . import common
 
 _INDICES = (torch.int32, torch.int64)
+_TINY = torch.finfo(torch.float32).tiny  # 1 / less may be an infinity
+BYTES = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # dtypes of caches, and the most they hold
 
 
 class Tokens(NamedTuple):
@@ -148,16 +150,42 @@ def check_caches(
 
 
 def check_cache_scales(
-    op: str, k_cache: torch.Tensor, k_scale: Any, v_scale: Any, like: torch.Tensor
-) -> None:
-    """Scales, where given, must be (num_kv_heads,) fp32, of caches of e4m3."""
-    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        if k_cache.dtype != torch.float8_e4m3fn:
+    op: str, k_cache: torch.Tensor, k_scale: Any, v_scale: Any, like: torch.Tensor,
+    k_scale_cache: Any = None, v_scale_cache: Any = None, *, is_written: bool = False,
+) -> None:  # fmt: skip
+    """Scales of caches of bytes: where given, (num_kv_heads,) fp32, or of tokens; int8 has some.
+
+    is_written: those of tokens are.
+    """
+    token_scales = {"k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache}
+    given = {argument: x for argument, x in token_scales.items() if x is not None}
+    for argument, scale in given.items():
+        if k_cache.dtype not in BYTES:
             expected = f"None for a cache of {str(k_cache.dtype).removeprefix('torch.')}"
             raise common.refuse(op, argument, expected, scale)
-        shape = (k_cache.shape[2],)
+        if like.dtype == torch.float32:
+            raise common.refuse(op, argument, "None beside tensors of float32", scale)
+        common.check_fp32(op, argument, scale, like)
+        if scale.shape != k_cache.shape[:-1]:
+            raise common.refuse(op, argument, f"shape {tuple(k_cache.shape[:-1])}", scale)
+        if is_written:
+            common.check_output(op, argument, scale)
+    if len(given) == 1:
+        missing = next(iter(token_scales.keys() - given))
+        there = next(iter(given))
+        raise TensorError(f"{op}: {missing}: expected a tensor, as {there} is one, found None")
+    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            if k_cache.dtype == torch.int8 and not given:
+                expected = f"a scale a head, or {argument}_cache, of a cache of int8"
+                raise TensorError(f"{op}: {argument}: expected {expected}, found None")
+            continue
+        if given:
+            raise common.refuse(op, argument, f"None where {argument}_cache is given", scale)
+        if k_cache.dtype not in BYTES:
+            expected = f"None for a cache of {str(k_cache.dtype).removeprefix('torch.')}"
+            raise common.refuse(op, argument, expected, scale)
+        shape = (k_cache.shape[-2],)
         common.check_like(op, argument, scale, shape, like, dtypes=(torch.float32,))
 
 
@@ -222,16 +250,33 @@ class Places:
         out[self.inside.view(out.shape[:-2])] = values[self.inside].to(out.dtype)
 
     def store(
-        self, cache: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None = None
-    ) -> None:
-        """Write a row of `values` for each token that has a place in the cache."""
+        self, cache: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None = None,
+        scale_cache: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write a row of `values` for each token that has a place in the cache, and its scales."""
         values = values[self.stored]
-        if cache.dtype == torch.float8_e4m3fn:
-            inverse = 1.0 if scale is None else (1.0 / scale)[:, None]
+        where = self.page[self.stored], self.row[self.stored]
+        if scale_cache is not None:
+            values, scale = values.float(), values.float().abs().amax(-1) / BYTES[cache.dtype]
+            scale_cache[where] = scale
+            values = torch.where(scale < _TINY, 0.0, 1.0 / scale)[..., None] * values
+            scale = None
+        if cache.dtype in BYTES:
             # torch indexes no fp8 tensors.
-            values = (values.float() * inverse).clamp(-448, 448).to(cache.dtype).view(torch.uint8)
+            values = to_bytes(values.float(), cache.dtype, scale).view(torch.uint8)
             cache = cache.view(torch.uint8)
-        cache[self.page[self.stored], self.row[self.stored]] = values.to(cache.dtype)
+        cache[where] = values.to(cache.dtype)
+
+
+def to_bytes(
+    values: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Heads of fp32 over their scales as a cache of bytes has them; nan in int8 is the least."""
+    if scale is not None:
+        values = values * (1.0 / scale)[:, None]
+    most = BYTES[dtype]
+    values = values.clamp(-most, most)
+    return values.round().nan_to_num(-most).to(dtype) if dtype == torch.int8 else values.to(dtype)
 
 
 def places(

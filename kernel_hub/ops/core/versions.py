@@ -37,7 +37,8 @@ def marking(run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any
 
     def run_and_mark(*arguments: Any) -> Any:
         found = run(*arguments)
-        written(tuple([x for x in map(arguments.__getitem__, places) if x is not None]))
+        given = [arguments[place] for place in places if place < len(arguments)]  # but defaults
+        written(tuple([x for x in given if x is not None]))
         return found
 
     return run_and_mark

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import common
-from ..core.kv_cache import Places, Tokens, check_cache_scales, check_caches, places
+from ..core.kv_cache import BYTES, Places, Tokens, check_cache_scales, check_caches, places
 from ..core.rotary import check_rotation
 
 _OP = "append_kv"
@@ -41,16 +41,23 @@ class AppendGiven(NamedTuple):
     k_norm_weight: Any = None
     eps: Any = 1e-6
     weight_offset: Any = 0.0
+    k_scale_cache: Any = None
+    v_scale_cache: Any = None
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         """Those of them that are tensors."""
-        return self[:12] + self[14:20]
+        return self[:12] + self[14:20] + self[22:]
 
     @property
     def is_normed(self) -> bool:
         """Whether heads of q or of k are."""
         return not (self.q_norm_weight is self.k_norm_weight is None)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether bytes other than of e4m3 with scales that are given."""
+        return self.k_cache.dtype == torch.int8 or self.k_scale_cache is not None
 
     @property
     def places(self) -> Places:
@@ -79,9 +86,10 @@ def check(given: AppendGiven, op: str = _OP) -> None:
     if k.dim() == 3 and cu_seqlens is None and slot_mapping is None:
         expected = "cu_seqlens or slot_mapping with it, or shape (batch, seqlen, heads, head_dim)"
         raise common.refuse(_OP, "k", expected, k)
-    dtypes = (k.dtype, torch.float8_e4m3fn)
+    dtypes = (k.dtype, *BYTES) if k.dtype in common.HALF else (k.dtype, torch.float8_e4m3fn)
     check_caches(_OP, k_cache, v_cache, k.shape[-2:], k, dtypes)
-    check_cache_scales(_OP, k_cache, k_scale, v_scale, k)
+    scales = k_scale, v_scale, k, given.k_scale_cache, given.v_scale_cache
+    check_cache_scales(_OP, k_cache, *scales, is_written=True)
     tokens.check_places(k_cache, cu_seqlens, block_table, slot_mapping)
     if q is not None:
         common.check_tensor(_OP, "q", q)

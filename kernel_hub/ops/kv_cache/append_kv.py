@@ -28,13 +28,15 @@ _OP = "append_kv"
 _TABLES = "cache_seqlens block_table slot_mapping cu_seqlens"
 _operands = common.Operands(
     _OP, "k v k_cache v_cache",
-    f"{_TABLES} q cos sin positions k_scale v_scale out_q out_k q_norm_weight k_norm_weight",
+    f"{_TABLES} q cos sin positions k_scale v_scale out_q out_k q_norm_weight k_norm_weight "
+    "k_scale_cache v_scale_cache",
 )  # fmt: skip
+_TENSORS = 20
 _writes = common.Writes(
     _OP,
     f"k v k_cache v_cache {_TABLES} q cos sin positions k_scale v_scale out_q out_k "
-    "q_norm_weight k_norm_weight",
-    "k_cache v_cache out_q out_k", "out_q=q out_k=k",
+    "q_norm_weight k_norm_weight k_scale_cache v_scale_cache",
+    "k_cache v_cache out_q out_k k_scale_cache v_scale_cache", "out_q=q out_k=k",
 )  # fmt: skip
 
 
@@ -48,6 +50,7 @@ def append_kv(
     out_q: torch.Tensor | None = None, out_k: torch.Tensor | None = None,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6, weight_offset: float = 0.0,
+    k_scale_cache: torch.Tensor | None = None, v_scale_cache: torch.Tensor | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
     """Write `k`, normed and rotated, and `v` behind what a KV cache holds; the same of `q`.
 
@@ -70,7 +73,8 @@ def append_kv(
         dimension contiguous.
     k_cache, v_cache: (num_pages, page_size, num_kv_heads, head_dim), or without slot_mapping and
         block_table (batch, max_seqlen, num_kv_heads, head_dim); any strides, the last dimension
-        contiguous; the dtype of k, or float8_e4m3fn, which takes value / scale, saturated.
+        contiguous; the dtype of k, or float8_e4m3fn or (beside 16 bits) int8, which take
+        value / scale, rounded to nearest even, saturated.
     cache_seqlens: (batch,) int32, the tokens of each sequence before the append; None: none;
         below 0: nothing is done for its tokens.
     block_table: (batch, max_pages) int32. A contiguous cache whose sequences lie in another order
@@ -84,7 +88,7 @@ def append_kv(
     positions: int32 or int64, one for each token; None: n. One outside the table gives nan.
     interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (GPT-NeoX, Llama).
     rotary_dim: None is 2 * cos.shape[-1].
-    k_scale, v_scale: (num_kv_heads,) fp32, only with e4m3 caches; None: 1.
+    k_scale, v_scale: (num_kv_heads,) fp32, only with e4m3 and int8 caches; None: 1 of e4m3.
     out_q: like q, `out_q=q` works in place; None: a new tensor.
     out_k: like k, where to write the rotated keys besides (`out_k=k`: in place), for attention
         that reads them there; None: nowhere.
@@ -93,6 +97,9 @@ def append_kv(
         heads at once (OLMo 2) is `rms_norm` of the projection, before.
     eps: added to the mean of squares; at least 0.
     weight_offset: added to both weights; 1.0 for models that store weight - 1 (Gemma).
+    k_scale_cache, v_scale_cache: like the caches without head_dim, fp32, in any strides, in place
+        of k_scale and v_scale: the scale of each token and head is found, max(abs(k)) / 127 (e4m3:
+        448), and written there, for `decode_attention` to read. A head of zeros has a scale of 0.
     Rows of out_q and out_k whose token is outside every sequence, or of one whose length is below
     0, are not written.
 
@@ -111,7 +118,7 @@ def append_kv(
         rotary_dim = common.check_count(_OP, "rotary_dim", rotary_dim)
     options = (
         cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin, positions, k_scale,
-        v_scale, out_q, out_k, q_norm_weight, k_norm_weight,
+        v_scale, out_q, out_k, q_norm_weight, k_norm_weight, k_scale_cache, v_scale_cache,
     )  # fmt: skip
     plain = _operands.are_plain((k, v, k_cache, v_cache), options)
     first = (k, v, k_cache, v_cache, *options[:8], interleaved, rotary_dim, k_scale, v_scale)
@@ -121,6 +128,8 @@ def append_kv(
         norm = (q_norm_weight, k_norm_weight, *numbers)
     elif not (type(eps) is type(weight_offset) is float and eps == 1e-6 and weight_offset == 0.0):
         checks.norm_numbers(_OP, eps, weight_offset)
+    if not (k_scale_cache is v_scale_cache is None):
+        norm = (*(norm or (None, None, 1e-6, 0.0)), k_scale_cache, v_scale_cache)
     if not plain:
         checks.check(AppendGiven(*first, out_q, out_k, *norm))
     makes_q = out_q is None and q is not None
@@ -135,7 +144,8 @@ def append_kv(
         _operands.check_tensors((k, v, k_cache, v_cache), options)  # names what has no memory
         checks.check(AppendGiven(*first, out_q, out_k, *norm))
         raise
-    common.written((k_cache, v_cache, *[out for out in options[10:12] if out is not None]))
+    outputs = (*options[10:12], *options[14:])
+    common.written((k_cache, v_cache, *[out for out in outputs if out is not None]))
     return out_q
 
 
@@ -160,17 +170,16 @@ def _met(given: AppendGiven, plan: AppendPlan, addresses: tuple[int, ...]) -> tu
 def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP) -> None:
     """The whole append in one launch.
 
-    arguments: those of `AppendGiven`, those of a norm only where there is one; makes_q: out_q is
-        the op's own, with q's layout, and meets nothing; op: whose tables they are said to be
-        where they lead outside.
+    arguments: those of `AppendGiven`, as `_short` has them; makes_q: out_q is the op's own, with
+        q's layout, and meets nothing; op: whose tables they are said to be where they lead outside.
     """
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
      positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k,
      *norm) = arguments  # fmt: skip
-    weights, numbers_behind = norm[:2], norm[2:]
+    weights, numbers_behind, token_scales = norm[:2], norm[2:4], norm[4:]
     tensors = (
         k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
-        positions, k_scale, v_scale, None if makes_q else out_q, out_k, *weights,
+        positions, k_scale, v_scale, None if makes_q else out_q, out_k, *weights, *token_scales,
     )  # fmt: skip
     addresses = tuple([x.data_ptr() for x in tensors if x is not None])
     key = (
@@ -181,7 +190,7 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP)
     if plan is None:
         checks.check(AppendGiven(*arguments), op)
         plan = _plans.keep(
-            key, AppendPlan({}, _writes.spans(*tensors, *[None] * (2 - len(weights))))
+            key, AppendPlan({}, _writes.spans(*tensors, *[None] * (_TENSORS - len(tensors))))
         )
     launch = plan.spans.apart.get(addresses)
     if launch is None:
@@ -194,7 +203,7 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP)
             grid, block, shared_bytes, None,
             (out_q, out_k, k_cache, v_cache, bounds.flag(op, k), q, k, v, cos, sin,
              positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
-             v_scale, *weights, *numbers, *numbers_behind),
+             v_scale, *weights, *token_scales, *numbers, *numbers_behind),
             **options,
         )  # fmt: skip
     except KernelHubError:
@@ -211,8 +220,8 @@ def append_for(op: str, given: AppendGiven) -> None:
 
 
 def _short(given: AppendGiven) -> tuple[Any, ...]:
-    """Without the arguments of a norm where there is none."""
-    return given if given.is_normed else given[:18]
+    """Without the scales of tokens, and then the arguments of a norm, where there are none."""
+    return given if given.k_scale_cache is not None else given[: 22 if given.is_normed else 18]
 
 
 def _cuda_given(given: AppendGiven) -> None:
@@ -233,8 +242,8 @@ def _cpu_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     if q is not None:
         tokens.assign(out_q, rotated(checks.normed(_flat(q), given.q_norm_weight, *norm), *turn))
     keys = rotated(checks.normed(_flat(k), given.k_norm_weight, *norm), *turn)
-    tokens.store(given.k_cache, keys, given.k_scale)
-    tokens.store(given.v_cache, _flat(v), given.v_scale)
+    tokens.store(given.k_cache, keys, given.k_scale, given.k_scale_cache)
+    tokens.store(given.v_cache, _flat(v), given.v_scale, given.v_scale_cache)
     if out_k is not None:
         tokens.assign(out_k, keys)
 
@@ -248,6 +257,7 @@ _op = common.define_given(
     "Tensor? block_table, Tensor? slot_mapping, Tensor? cu_seqlens, Tensor? q, Tensor? cos, "
     "Tensor? sin, Tensor? positions, bool interleaved, SymInt rotary_dim, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? out_q, Tensor(d!)? out_k, Tensor? q_norm_weight=None, "
-    "Tensor? k_norm_weight=None, float eps=1e-6, float weight_offset=0.0) -> ()",
+    "Tensor? k_norm_weight=None, float eps=1e-6, float weight_offset=0.0, "
+    "Tensor(e!)? k_scale_cache=None, Tensor(f!)? v_scale_cache=None) -> ()",
     AppendGiven, cuda=_cuda_given, cpu=_cpu_into, check=checks.check, whole=checks.check_whole,
 )  # fmt: skip

@@ -69,6 +69,8 @@ def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
     if num_tokens * (num_heads + num_kv_heads) * head_dim == 0 or batch_size == 0:
         return Launch()
     heads = (num_heads, num_kv_heads, num_tokens)
+    if given.is_scaled:
+        return _scaled_launch(given, is_aligned, heads)
     if given.is_normed:
         return _normed_launch(given, is_aligned, heads)
     cos, interleaved, rotary_dim = given.cos, given.interleaved, given.rotary_dim
@@ -109,9 +111,24 @@ def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, 
 
     Their scalar ones also append heads that are not normed and that no vectors fit.
     """
+    k, strides, sizes = given.k, *_numbers(given)
+    width, aligned = _parts_of(given, is_aligned, strides)
+    q_threads, kv_threads, block_tokens, rounds = _choose_normed(width, *heads)
+    variant = "vec" if aligned else "scalar"
+    name = f"append_kv_normed_{common.DTYPE_TOKENS[k.dtype]}_{variant}"
+    grid = (-(-heads[2] // block_tokens), 1, 1)
+    block = (width, q_threads + kv_threads, block_tokens)
+    numbers = (*strides, *sizes, q_threads, rounds, *_flags(given))
+    function = common.shipped("append_kv_normed", name)
+    options = device_of(k.device).following
+    shared_bytes = _shared_bytes(given, width, block_tokens) if aligned else 0
+    return Launch(function, grid, block, shared_bytes, numbers, options=options)
+
+
+def _parts_of(given: AppendGiven, is_aligned: bool, strides: list[int]) -> tuple[int, bool]:
+    """Threads of a head that is normed, and whether they take two vectors each of it."""
     k, cos, rotary_dim, interleaved = given.k, given.cos, given.rotary_dim, given.interleaved
     head_dim = k.shape[-1]
-    strides, sizes = _numbers(given)
     elems = common.VEC_BYTES // k.element_size()
     width = -(-head_dim // (2 * elems))
     aligned = (
@@ -124,24 +141,55 @@ def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, 
     )
     if not aligned:
         width = min(32, -(-head_dim // 2))
-    width = 1 << (width - 1).bit_length()
-    q_threads, kv_threads, block_tokens, rounds = _choose_normed(width, *heads)
-    # Of vectors: the weights, and the angles of each token's, as floats.
-    shared_bytes = 4 * 2 * (head_dim + block_tokens * width * elems) if aligned else 0
+    return 1 << (width - 1).bit_length(), aligned
+
+
+def _shared_bytes(given: AppendGiven, width: int, block_tokens: int) -> int:
+    """Of vectors: the weights, and the angles of each token's, as floats."""
+    elems = common.VEC_BYTES // given.k.element_size()
+    return 4 * 2 * (given.k.shape[-1] + block_tokens * width * elems)
+
+
+def _flags(given: AppendGiven) -> tuple[int, ...]:
+    """What others are variants for: the rotation, its tables, the weights, the caches."""
+    cos = given.cos
     weight = given.k_norm_weight if given.q_norm_weight is None else given.q_norm_weight
     flags = (
-        interleaved, cos is not None and cos.dtype == torch.float32,
+        given.interleaved, cos is not None and cos.dtype == torch.float32,
         weight is not None and weight.dtype == torch.float32,
         given.k_cache.dtype == torch.float8_e4m3fn,
     )  # fmt: skip
+    return tuple([int(bool(flag)) for flag in flags])
+
+
+def _scaled_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, int]) -> Launch:
+    """To int8, or with scales that are found: a head a group of `width` threads, whole warps."""
+    k, strides, sizes = given.k, *_numbers(given)
+    width, aligned = _parts_of(given, is_aligned, strides)
+    num_heads, num_kv_heads, num_tokens = heads
+    units, step = num_heads + 2 * num_kv_heads, 32 // width
+    room = _MAX_THREADS // width
+    rounds = -(-units // room)
+    block_heads = -(-units // rounds)
+    block_heads += -block_heads % step
+    block_tokens = 1
+    if num_tokens > 512:
+        block_tokens = max(1, 128 // (width * block_heads))
+    scales = (given.k_scale_cache, given.v_scale_cache)
+    token_strides = [s for x in scales for s in ((0, 0, 0) if x is None else x.stride())]
+    numbers: tuple[Any, ...] = (*strides, *sizes, 0, rounds, *_flags(given), *token_strides)
+    if given.k_scale_cache is None:  # what calls then leave out, as `_cuda_into` has its arguments
+        numbers = (None, None, *numbers)
+        if not given.is_normed:
+            numbers = (None, None, *numbers, 0.0, 0.0)
     variant = "vec" if aligned else "scalar"
-    name = f"append_kv_normed_{common.DTYPE_TOKENS[k.dtype]}_{variant}"
-    grid = (-(-heads[2] // block_tokens), 1, 1)
-    block = (width, q_threads + kv_threads, block_tokens)
-    numbers = (*strides, *sizes, q_threads, rounds, *map(int, flags))
-    function = common.shipped("append_kv_normed", name)
-    options = device_of(k.device).following
-    return Launch(function, grid, block, shared_bytes, numbers, options=options)
+    name = f"append_kv_quantised_{common.DTYPE_TOKENS[k.dtype]}_{variant}"
+    return Launch(
+        common.shipped("append_kv_quantised", name), (-(-num_tokens // block_tokens), 1, 1),
+        (width, block_heads, block_tokens),
+        _shared_bytes(given, width, block_tokens) if aligned else 0, numbers,
+        options=device_of(k.device).following,
+    )  # fmt: skip
 
 
 def _numbers(given: AppendGiven) -> tuple[list[int], tuple[int, ...]]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from . import decode_sm90 as sm90
 from .decode_batch import decode_alone
 from .decode_cpu import decode_attention as _reference
 from .decode_plan import DecodeGiven
+from .decode_plan import given_of as _given
 
 
 class DecodePlan(NamedTuple):
@@ -33,25 +33,29 @@ class Step(NamedTuple):
     """A launch, the merge behind it where caches may be split, and what lies between.
 
     partials: like their out and lse. maps: tensor maps where main is one of `decode_sm90`, which
-    has all of that in it.
+    has all of that in it. is_scaled: main takes scales of tokens behind its numbers.
     """
 
     main: Launch
     merge: Launch = Launch()
     partials: tuple[torch.Tensor, ...] = ()
     maps: tuple[bytes, ...] = ()
+    is_scaled: bool = False
 
 
 _plans: Plans[DecodePlan] = Plans()
 _empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
 _OP = "decode_attention"
 _REQUIRED = "q k_cache v_cache cache_seqlens"
-_OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes sinks out"
+_OPTIONAL = (
+    "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes sinks tree_mask out "
+    "k_scale_cache v_scale_cache"
+)
 _operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
 # Caches are written where there are new tokens.
 _LIE = f"{_REQUIRED} {_OPTIONAL}"
 _REQUIRED_TENSORS = len(_REQUIRED.split())
-_TENSORS = len(_LIE.split()) - 1  # of `DecodeGiven`, before its numbers
+_TENSORS = len(_LIE.split()) - 3  # of `DecodeGiven`, before its numbers
 _appends = common.Writes(_OP, _LIE, "k_cache v_cache out")
 _reads = common.Writes(_OP, _LIE, "out")
 
@@ -66,7 +70,8 @@ def decode_attention(
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
     return_lse: bool = False, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    deterministic: bool | Literal["batch"] = False,
+    deterministic: bool | Literal["batch"] = False, k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One decode step of 1 to 16 new tokens a sequence, in one launch (and a merge where split):
 
@@ -84,8 +89,8 @@ def decode_attention(
     k_cache, v_cache: (batch_size, max_seqlen, num_kv_heads, head_dim) in any strides, the last
         dimension contiguous: a cache with the heads before the tokens is passed as
         `cache.transpose(1, 2)`. With block_table (num_pages, page_size, num_kv_heads, head_dim),
-        1 <= page_size <= 256. Of the dtype of q or, beside 16 bits, float8_e4m3fn (head_dim then a
-        multiple of 16); 16-byte aligned.
+        1 <= page_size <= 256. Of the dtype of q or, beside 16 bits, float8_e4m3fn or int8 (head_dim
+        then a multiple of 16); 16-byte aligned.
     cache_seqlens: (batch_size,) int32, read on the device, nothing waits for it: with k, the tokens
         in the cache before this step; without, all valid ones, the query's own included. Below 0:
         a finished or padding row, of which nothing is read or appended.
@@ -108,14 +113,22 @@ def decode_attention(
         GPU an equal share of the work, from the lengths found on the device.
     out: like q; where to write.
     return_lse: also return log(sum(exp(scores))), (batch_size, num_heads, seqlen_q) fp32.
-    k_scale, v_scale: (num_kv_heads,) fp32, what the bytes of e4m3 caches are multiplied by; None:
-        1. New tokens are divided by it, rounded to nearest even, and saturate.
+    k_scale, v_scale: (num_kv_heads,) fp32, what the bytes of e4m3 and int8 caches are multiplied
+        by; None: 1 (e4m3). New tokens are divided by it, rounded to nearest even, and saturate.
     sinks: (num_heads,) fp32, bf16 or fp16: a logit a head beside the scores, which softmax_scale
         and softcap leave alone: exp(sink) joins each row's sum of exponentials and weighs no value
         (gpt-oss). -inf is none; +inf takes all of a row (out 0, lse +inf); NaN makes the rows of
         its head that see a key NaN.
     deterministic: "batch": by `flash_attention`, and the bits of a token's row are those that it
-        has alone or in a prompt; neither with k, cos, qkv_bias or num_splits, nor of e4m3 caches.
+        has alone or in a prompt; neither with k, cos, qkv_bias, num_splits or tree_mask, nor of
+        bytes.
+    k_scale_cache, v_scale_cache: in place of those, a scale for each token and head, as `append_kv`
+        writes them: like the caches without head_dim, fp32, any strides. Not with k.
+    tree_mask: (seqlen_q,) or (batch_size, seqlen_q) int32 or int64, read on the device: new token i
+        sees new token j where bit j of word i is set, instead of those up to its own, and all keys
+        before the new ones. Its sequence are those, in their order: it is rotated, and window and
+        ALiBi count, as if it were appended behind the others of them; without a bit, as the first
+        new one. Drafts of a tree: `ops.trees.tree_mask(parents)`.
 
     Returns out, or (out, lse). Rows without a key are 0, with lse -inf, or of a row that is not
     finished the sink. Two runs give the same
@@ -140,17 +153,20 @@ def decode_attention(
         num_splits = common.check_count(_OP, "num_splits", num_splits)
     tensors = (
         q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
-        v_scale, alibi_slopes, sinks,
+        v_scale, alibi_slopes, sinks, tree_mask,
     )  # fmt: skip
     options = (interleaved, rotary_dim, softmax_scale, left, softcap, num_splits)
-    is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out))
+    both = (k_scale_cache, v_scale_cache)
+    scales = () if k_scale_cache is v_scale_cache is None else both
+    is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out, *both))
     is_debugging = common.is_debugging()
     if not is_eager or is_debugging:
-        checks.check(_given(*tensors, *options, out), right)
+        checks.check(_given(*tensors, *options, out, None, *scales), right)
     if is_eager and is_debugging:
-        checks.check_values(_given(*tensors, *options, out))
+        checks.check_values(_given(*tensors, *options, out, None, *scales))
     if deterministic is not False and common.is_batch(_OP, deterministic):
-        return decode_alone(_given(*tensors, *options, out), right, return_lse, bool(is_eager))
+        step = _given(*tensors, *options, out, None, *scales)
+        return decode_alone(step, right, return_lse, bool(is_eager))
     given = out
     try:
         if out is None:
@@ -159,13 +175,13 @@ def decode_attention(
         if return_lse:
             lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         if not is_eager:
-            _op(*_given(*tensors, *options, out, lse))
+            _op(*_given(*tensors, *options, out, lse, *scales))
         else:
             into = _cuda_into if q.is_cuda else _cpu_into
-            into((*tensors, *options, out, lse), given is not None)
+            into((*tensors, *options, out, lse, *scales), given is not None)
     except common.FOREIGN:
-        _operands.check_tensors(tensors[:4], (*tensors[4:], given))  # names what has no memory
-        checks.check(_given(*tensors, *options, given), right)
+        _operands.check_tensors(tensors[:4], (*tensors[4:], given, *both))  # names what has none
+        checks.check(_given(*tensors, *options, given, None, *scales), right)
         common.check_flag(_OP, "return_lse", return_lse)
         raise
     if is_eager and k is not None:
@@ -175,18 +191,11 @@ def decode_attention(
     return out if lse is None else (out, lse)
 
 
-def _given(*arguments: Any) -> DecodeGiven:
-    """Those of a call, whose softmax_scale may be None: its plan alone asks what that is."""
-    given = DecodeGiven(*arguments)
-    if given.softmax_scale is None:
-        return given._replace(softmax_scale=1.0 / math.sqrt(common.last_size(given.q) or 1))
-    return given
-
-
 def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     """Choose the kernel, its launch shape and its numbers, for arguments that were checked."""
-    (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, sinks, interleaved,
-     rotary_dim, softmax_scale, window_left, softcap, num_splits, out, _) = given  # fmt: skip
+    (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, sinks, tree_mask,
+     interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, out,
+     *_) = given  # fmt: skip
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     if q.numel() == 0:
@@ -205,8 +214,8 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
         )
         variant = plans.choose_variant(
-            head_dim, k_cache.element_size(), rows, is_general, device.has_wgmma
-        )
+            head_dim, k_cache.element_size(), rows, is_general, device.has_wgmma, given.scaled
+        )  # fmt: skip
         if sm90.applies(given, variant):
             return Step(sm90.plan(given))
     if not shape[0]:
@@ -237,6 +246,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         0 if block_table is None else block_table.stride(0),
         0 if cos is None else cos.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        *plans.mask_strides(tree_mask),
         batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, k_cache.shape[0], page_size,
         max_tokens, rotary_dim, *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
         int(bool(interleaved)), int(aligned), split.num_splits, split.parallel,
@@ -258,12 +268,13 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             plans.merge_stated().block,
             numbers=merge_numbers, options=how,
         )  # fmt: skip
+    numbers = (*numbers, *given.scale_strides)
     main = Launch(functions[0], (split.num_blocks, 1, 1), *variant.stated[:2], numbers, options=how)
     partials: tuple[torch.Tensor, ...] = ()
     if split.num_merges:
         lse = torch.empty(split.num_blocks * variant.rows, dtype=torch.float32, device=q.device)
         partials = common.emptied(lse.new_empty((*lse.shape, head_dim))), common.emptied(lse)
-    return Step(main, merge, partials)
+    return Step(main, merge, partials, is_scaled=bool(given.scaled))
 
 
 def _met(given: DecodeGiven, plan: DecodePlan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
@@ -293,8 +304,8 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     arguments: those of `DecodeGiven`; is_given: the caller gave out, which may overlap the rest.
     """
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-     alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
-     out, lse) = arguments  # fmt: skip
+     alibi_slopes, sinks, tree_mask, interleaved, rotary_dim, softmax_scale, window_left, softcap,
+     num_splits, out, lse, *scales) = arguments  # fmt: skip
     at: tuple[int, ...] = (
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cache_seqlens.data_ptr()
     )  # fmt: skip
@@ -305,7 +316,8 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         cache_seqlens.stride(),
     )  # fmt: skip
     # An out that the op made has q's layout and meets nothing.
-    if k is v is cos is sin is qkv_bias is k_scale is v_scale is alibi_slopes is sinks is None:
+    is_bare = k is v is cos is sin is qkv_bias is k_scale is v_scale is None and not scales
+    if is_bare and alibi_slopes is sinks is tree_mask is None:
         if block_table is not None:
             at += (block_table.data_ptr(),)
             key += (block_table.dtype, block_table.shape, block_table.stride())
@@ -313,7 +325,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
             at += (out.data_ptr(),)
             key += (None, out.dtype, out.shape, out.stride())
     else:
-        others = (*arguments[_REQUIRED_TENSORS:_TENSORS], out if is_given else None)
+        others = (*arguments[_REQUIRED_TENSORS:_TENSORS], out if is_given else None, *scales)
         at += tuple([x.data_ptr() for x in others if x is not None])
         key += tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in others])
     plan = _plans.get(key)
@@ -322,13 +334,15 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         given = _given(*arguments)
         checks.check(given)
         writes = _reads if k is None else _appends
-        spans = writes.spans(*given[:_TENSORS], out if is_given else None)
+        spans = writes.spans(*given[:_TENSORS], out if is_given else None, *given[-2:])
         plan = _plans.keep(key, DecodePlan({}, spans))
     step = plan.spans.apart.get(at)
     if step is None:
         step = _met(_given(*arguments), plan, at)
-    main, merge, partials, maps = step
+    main, merge, partials, maps, is_scaled = step
     function, grid, block, shared_bytes, numbers, _, how = main
+    if is_scaled:
+        numbers = (*numbers, *(scales or (None, None)))
     partial_out = partial_lse = None
     if partials:
         partial_out, partial_lse = _empty_like(partials[0]), _empty_like(partials[1])
@@ -343,7 +357,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
                 (
                     out, lse, partial_out, partial_lse, flag, k_cache, v_cache, q, k, v,
                     cache_seqlens, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-                    alibi_slopes, sinks, *numbers,
+                    alibi_slopes, sinks, tree_mask, *numbers,
                 ),
                 **how,
             )  # fmt: skip
@@ -365,7 +379,7 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     checks.check(given)
     if is_given or given.k is not None:
         writes = _reads if given.k is None else _appends
-        writes.check(*given[:_TENSORS], given.out)
+        writes.check(*given[:_TENSORS], given.out, *given[-2:])
     checks.check_values(given, is_strict=False)
     found, found_lse = _reference(given)
     given.out.copy_(found)
@@ -376,8 +390,9 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
 _op = common.define_given(
     "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
     "Tensor? k, Tensor? v, Tensor? block_table, Tensor? cos, Tensor? sin, Tensor? qkv_bias, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, bool interleaved, "
-    "SymInt rotary_dim, float softmax_scale, SymInt window_left, float softcap, int num_splits, "
-    "Tensor(c!) out, Tensor(d!)? lse) -> ()",
+    "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, "
+    "bool interleaved, SymInt rotary_dim, float softmax_scale, SymInt window_left, float softcap, "
+    "int num_splits, Tensor(c!) out, Tensor(d!)? lse, Tensor? k_scale_cache=None, "
+    "Tensor? v_scale_cache=None) -> ()",
     DecodeGiven, cuda=_cuda_into, cpu=_cpu_into, check=checks.check,
 )  # fmt: skip

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...errors import TensorError
 from ..attention.flash_attention import flash_attention
 from ..core import common
+from ..core.kv_cache import BYTES
 from . import decode_checks as checks
 from . import decode_ordered
 from .decode_plan import MAX_SEQLEN_Q, DecodeGiven
 
 _OP, _ATTENTION = "decode_attention", "flash_attention"
-_NOT_TAKEN = ("k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale")
+_NOT_TAKEN = (
+    "k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
+    "tree_mask",
+)  # fmt: skip
 
 
 def decode_alone(given: DecodeGiven, right: int, return_lse: bool, is_eager: bool) -> Any:
@@ -21,6 +27,7 @@ def decode_alone(given: DecodeGiven, right: int, return_lse: bool, is_eager: boo
     for argument in _NOT_TAKEN:
         value = getattr(given, argument)
         if value is not None:
+            _refuse_bytes(given)
             raise common.refuse(_OP, argument, "None where deterministic is 'batch'", value)
     if given.num_splits:
         expected = "0 where deterministic is 'batch'"
@@ -30,9 +37,8 @@ def decode_alone(given: DecodeGiven, right: int, return_lse: bool, is_eager: boo
         if found is not None:
             return found
         if q.shape[1] > MAX_SEQLEN_Q or given.k_cache.dtype != q.dtype:
-            checks.check(given, right)
-            expected = f"the dtype of q, {q.dtype}, where deterministic is 'batch'"
-            raise common.refuse(_OP, "k_cache", expected, given.k_cache)
+            _refuse_bytes(given)
+            checks.check(given, right)  # names it
         group = _group(given)
         if group > 1:
             return _by_rows(given, group, return_lse)
@@ -57,6 +63,14 @@ def _attend(
         block_table=given.block_table, cache_seqlens=given.cache_seqlens, sinks=given.sinks,
         out=out, return_lse=return_lse, deterministic="batch",
     )  # fmt: skip
+
+
+def _refuse_bytes(given: DecodeGiven) -> None:
+    """Name caches of e4m3 and int8, before what belongs to them."""
+    k_cache = given.k_cache
+    if isinstance(k_cache, torch.Tensor) and k_cache.dtype in BYTES:
+        expected = "the dtype of q where deterministic is 'batch'"
+        raise common.refuse(_OP, "k_cache", expected, k_cache)
 
 
 def _group(given: DecodeGiven) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from ..core import common
 from ..core.device import Stated, launch_facts
 
 
@@ -25,6 +29,7 @@ class DecodeGiven(NamedTuple):
     v_scale: Any
     alibi_slopes: Any
     sinks: Any
+    tree_mask: Any
     interleaved: Any
     rotary_dim: Any
     softmax_scale: Any
@@ -33,6 +38,29 @@ class DecodeGiven(NamedTuple):
     num_splits: Any
     out: Any
     lse: Any = None
+    k_scale_cache: Any = None
+    v_scale_cache: Any = None
+
+    @property
+    def scaled(self) -> str:
+        """What names the kernels of bytes other than e4m3 with a scale a head; "": others'."""
+        if self.k_cache.dtype == torch.int8:
+            return "_int8"
+        return "" if self.k_scale_cache is None else "_e4m3_tokens"
+
+    @property
+    def scale_strides(self) -> list[int]:
+        """What those kernels take besides; 0 where no scales are a token's."""
+        scales = (self.k_scale_cache, self.v_scale_cache) if self.scaled else ()
+        return [s for x in scales for s in ((0, 0, 0) if x is None else x.stride())]
+
+
+def given_of(*arguments: Any) -> DecodeGiven:
+    """Those of a call, whose softmax_scale may be None: its plan alone asks what that is."""
+    given = DecodeGiven(*arguments)
+    if given.softmax_scale is None:
+        return given._replace(softmax_scale=1.0 / math.sqrt(common.last_size(given.q) or 1))
+    return given
 
 
 MAX_SEQLEN_Q = 16
@@ -67,10 +95,13 @@ class Variant:
     head_dim: int
     cache_bytes: int  # of an element
     is_sm90: bool = False  # Hopper alone has it
+    scaled: str = ""  # `DecodeGiven.scaled`
 
     @property
     def cubin(self) -> str:
         """Where it is."""
+        if self.scaled:
+            return CUBIN + self.scaled
         return WIDE_CUBIN if self.is_sm90 else _OF_CACHE[self.cache_bytes]
 
     @property
@@ -114,7 +145,21 @@ VARIANTS = (
     ),
     Variant("", 192, 2, is_sm90=True),
     Variant("", MAX_HEAD_DIM_FP32, 4),
+    *(
+        Variant(scaled, head_dim, 1, scaled=scaled)
+        for scaled in ("_int8", "_e4m3_tokens")
+        for head_dim in (64, 128, 256)
+    ),
 )  # fmt: skip
+
+
+def mask_strides(tree_mask: Any) -> tuple[int, int]:
+    """Of a tree's mask, in words of 32 bits: between sequences and between tokens."""
+    if tree_mask is None:
+        return 0, 0
+    words = tree_mask.element_size() // 4
+    batch_stride = tree_mask.stride(0) if tree_mask.dim() == 2 else 0
+    return words * batch_stride, words * tree_mask.stride(-1)
 
 
 def merge_stated() -> Stated:
@@ -123,14 +168,16 @@ def merge_stated() -> Stated:
 
 
 def choose_variant(
-    head_dim: int, cache_bytes: int, rows: int, is_general: bool, is_sm90: bool = False
-) -> Variant:
+    head_dim: int, cache_bytes: int, rows: int, is_general: bool, is_sm90: bool = False,
+    scaled: str = "",
+) -> Variant:  # fmt: skip
     """The kernel for `rows` rows (seqlen_q x group); is_general: window, softcap or alibi;
-    is_sm90: on Hopper."""
+    is_sm90: on Hopper; scaled: of `DecodeGiven`."""
     wanted = 16 if rows <= 16 or is_general else 32
     fitting = [
         v for v in VARIANTS
         if v.head_dim >= head_dim and v.cache_bytes == cache_bytes and v.is_sm90 <= is_sm90
+        and v.scaled == scaled
     ]  # fmt: skip
     # The smallest head_dim; then the blocks of rows wanted, where there are such.
     least = min(v.head_dim for v in fitting)

@@ -59,7 +59,8 @@ _PARTS_WIDTH, _FEW_LONGEST = 192, 4096  # where `few_shape` was measured
 def can_take(given: DecodeGiven) -> bool:
     """Whether the step is one that they compute: attention alone."""
     q, k_cache, out = given.q, given.k_cache, given.out
-    extras = (given.k, given.cos, given.qkv_bias, given.alibi_slopes)
+    # A mask's bits cost the narrow one registers, and so a block of three a multiprocessor.
+    extras = (given.k, given.cos, given.qkv_bias, given.alibi_slopes, given.tree_mask)
     if any(x is not None for x in extras) or given.num_splits:
         return False
     if given.window_left >= 0 or given.softcap > 0.0 or given.softmax_scale <= 0.0:

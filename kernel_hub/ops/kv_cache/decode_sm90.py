@@ -59,7 +59,7 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
     is_alone = is_one and not is_slow and not is_theirs and not is_askew
     if choice is False or (choice is None and is_alone):
         return False
-    extras = (given.k, given.cos, given.qkv_bias)
+    extras = (given.k, given.cos, given.qkv_bias, given.tree_mask)
     if any(x is not None for x in extras) or given.num_splits:
         return False
     if k_cache.dtype != q.dtype or q.dtype == torch.float32:

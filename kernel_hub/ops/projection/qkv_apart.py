@@ -1,4 +1,4 @@
-"""qkv_linear as two launches: linear, then append_kv, which norms heads and writes e4m3 too."""
+"""qkv_linear as two launches: linear, then append_kv, which norms heads and writes bytes too."""
 
 from __future__ import annotations
 
@@ -40,5 +40,6 @@ def into(given: QkvGiven) -> None:
         given.cu_seqlens, q, given.cos, given.sin, positions, given.interleaved, given.rotary_dim,
         given.k_scale, given.v_scale, out_q, out_k=None, q_norm_weight=given.q_norm_weight,
         k_norm_weight=given.k_norm_weight, eps=given.eps, weight_offset=given.weight_offset,
+        k_scale_cache=given.k_scale_cache, v_scale_cache=given.v_scale_cache,
     )  # fmt: skip
     append_for(OP, appended)

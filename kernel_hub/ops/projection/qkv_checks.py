@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from ..core import common
-from ..core.kv_cache import Tokens, batch_and_seqlen, check_cache_scales, check_caches
+from ..core.kv_cache import BYTES, Tokens, batch_and_seqlen, check_cache_scales, check_caches
 from ..core.rotary import check_rotation
 from ..kv_cache.append_checks import check_norm
 
@@ -44,6 +42,8 @@ class QkvGiven(NamedTuple):
     weights_ready: bool = False
     k_scale: Any = None
     v_scale: Any = None
+    k_scale_cache: Any = None
+    v_scale_cache: Any = None
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -57,8 +57,8 @@ class QkvGiven(NamedTuple):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the caches are e4m3."""
-        return self.k_cache is not None and self.k_cache.dtype == torch.float8_e4m3fn
+        """Whether the caches are of bytes."""
+        return self.k_cache is not None and self.k_cache.dtype in BYTES
 
     @property
     def head_dim(self) -> int:
@@ -128,7 +128,10 @@ def _check_targets(given: QkvGiven, tokens: Tokens) -> None:
     shape = (*leading, given.num_kv_heads, head_dim)
     outs = [("out_q", given.out_q, (*leading, given.num_heads, head_dim))]
     if k_cache is None:
-        for argument in ("v_cache", "block_table", "slot_mapping", "k_scale", "v_scale"):
+        for argument in (
+            "v_cache", "block_table", "slot_mapping", "k_scale", "v_scale", "k_scale_cache",
+            "v_scale_cache",
+        ):  # fmt: skip
             if getattr(given, argument) is not None:
                 expected = "None where k_cache is None"
                 raise common.refuse(OP, argument, expected, getattr(given, argument))
@@ -139,8 +142,9 @@ def _check_targets(given: QkvGiven, tokens: Tokens) -> None:
                 expected = "None, as keys and values go into the cache"
                 raise common.refuse(OP, argument, expected, getattr(given, argument))
         heads = (given.num_kv_heads, head_dim)
-        check_caches(OP, k_cache, given.v_cache, heads, x, (x.dtype, torch.float8_e4m3fn))
-        check_cache_scales(OP, k_cache, given.k_scale, given.v_scale, x)
+        check_caches(OP, k_cache, given.v_cache, heads, x, (x.dtype, *BYTES))
+        scales = given.k_scale, given.v_scale, x, given.k_scale_cache, given.v_scale_cache
+        check_cache_scales(OP, k_cache, *scales, is_written=True)
         if x.dim() == 2 and given.cu_seqlens is None and given.slot_mapping is None:
             expected = "cu_seqlens or slot_mapping with it, or shape (batch, seqlen, hidden_size)"
             raise common.refuse(OP, "x", expected, x)

@@ -26,10 +26,12 @@ from .qkv_checks import OP, QkvGiven, check, check_heads
 _is_tracing = torch.compiler.is_dynamo_compiling
 _OPTIONAL = (
     "bias cos sin positions k_cache v_cache cache_seqlens block_table slot_mapping cu_seqlens "
-    "out_q out_k out_v q_norm_weight k_norm_weight k_scale v_scale"
+    "out_q out_k out_v q_norm_weight k_norm_weight k_scale v_scale k_scale_cache v_scale_cache"
 )
 _operands = common.Operands(OP, "x w_qkv", _OPTIONAL)
-_writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k out_v")
+_writes = common.Writes(
+    OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k out_v k_scale_cache v_scale_cache"
+)
 _plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLES[OP].on_change(_plans.clear)
 
@@ -46,14 +48,15 @@ def qkv_linear(
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6, weight_offset: float = 0.0, deterministic: bool | Literal["batch"] = False,
     weights_ready: bool = False, k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, k_scale_cache: torch.Tensor | None = None,
+    v_scale_cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Project tokens to queries, keys and values, rotate, and write keys and values to a cache.
 
         q, k, v = (x @ w_qkv.T + bias) as heads;  q, k rotated as by `rope`;  k, v as by `append_kv`
 
     in one launch, with fp32 sums and rotation, rounded once; or, where it is quicker (some tens to
-    hundreds of tokens on Hopper), where heads are normed and where caches are e4m3, in two, as
+    hundreds of tokens on Hopper), where heads are normed and where caches are of bytes, in two, as
     `linear` and `append_kv`, rounded in between. Token i of sequence b is number
     n = cache_seqlens[b] + i of it, and its keys and values go to
 
@@ -74,8 +77,8 @@ def qkv_linear(
     interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (GPT-NeoX, Llama).
     rotary_dim: None is 2 * cos.shape[-1]; a multiple of 16.
     k_cache, v_cache: (num_pages, page_size, num_kv_heads, head_dim), or without slot_mapping and
-        block_table (batch, max_seqlen, num_kv_heads, head_dim); dtype of x, or float8_e4m3fn,
-        which takes value / scale, saturated.
+        block_table (batch, max_seqlen, num_kv_heads, head_dim); dtype of x, or float8_e4m3fn
+        or int8, which take value / scale, saturated.
     cache_seqlens: (batch,) int32, the tokens of each sequence before these; None: none.
     block_table: (batch, max_pages) int32.
     slot_mapping: int32 or int64, one for each token; -1 skips it.
@@ -87,7 +90,9 @@ def qkv_linear(
     deterministic: "batch": a token's bits depend on it alone, not on how many there are: one way
         for any number of them.
     weights_ready: a promise that no launch just ahead writes w_qkv, as of `linear`.
-    k_scale, v_scale: (num_kv_heads,) fp32, only with e4m3 caches; None: 1.
+    k_scale, v_scale: (num_kv_heads,) fp32, only with e4m3 and int8 caches; None: 1 of e4m3.
+    k_scale_cache, v_scale_cache: in place of those, where the scale of each token and head is
+        written, as `append_kv` finds it.
 
     Returns (out_q, out_k, out_v); with a cache the last two are None. Rows of out_q whose token is
     outside every sequence, or of a finished one, are not written. A CUDA tensor runs a shipped
@@ -106,12 +111,14 @@ def qkv_linear(
     optional = (
         bias, cos, sin, positions, k_cache, v_cache, cache_seqlens, block_table, slot_mapping,
         cu_seqlens, out_q, out_k, out_v, q_norm_weight, k_norm_weight, k_scale, v_scale,
+        k_scale_cache, v_scale_cache,
     )  # fmt: skip
     plain = _operands.are_plain((x, w_qkv), optional)
     batch_invariant = deterministic is not False and common.is_batch(OP, deterministic)
     if weights_ready is not False:
         common.check_flag(OP, "weights_ready", weights_ready)
-    written = [out for out in (k_cache, v_cache, out_q, out_k, out_v) if out is not None]
+    outputs = (k_cache, v_cache, out_q, out_k, out_v, k_scale_cache, v_scale_cache)
+    written = [out for out in outputs if out is not None]
     if not (q_norm_weight is k_norm_weight is None):
         eps, weight_offset = norm_numbers(OP, eps, weight_offset)
     if not plain:
@@ -131,7 +138,7 @@ def qkv_linear(
     values = (
         x, w_qkv, *optional[:10], out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
         rotary_dim, q_norm_weight, k_norm_weight, eps, weight_offset, batch_invariant,
-        bool(weights_ready), k_scale, v_scale,
+        bool(weights_ready), k_scale, v_scale, k_scale_cache, v_scale_cache,
     )  # fmt: skip
     if not plain:
         if not _is_tracing():
@@ -343,8 +350,8 @@ def _cpu_into(given: QkvGiven, is_given: bool = True) -> None:
         tokens.assign(given.out_k, k)
         tokens.assign(given.out_v, v)
         return
-    tokens.store(given.k_cache, k, given.k_scale)
-    tokens.store(given.v_cache, v, given.v_scale)
+    tokens.store(given.k_cache, k, given.k_scale, given.k_scale_cache)
+    tokens.store(given.v_cache, v, given.v_scale, given.v_scale_cache)
 
 
 _op = common.define_given(
@@ -354,6 +361,7 @@ _op = common.define_given(
     "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim, "
     "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, "
     "float weight_offset=0.0, bool batch_invariant=False, bool weights_ready=False, "
-    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor(f!)? k_scale_cache=None, "
+    "Tensor(g!)? v_scale_cache=None) -> ()",
     QkvGiven, cuda=_cuda_into, cpu=_cpu_into, check=check,
 )  # fmt: skip

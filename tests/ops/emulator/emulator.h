@@ -51,7 +51,7 @@ constexpr size_t kCanaryBytes = 4096;  // watched, behind the shared memory aske
 constexpr size_t kSpan = kSharedBytes + kCanaryBytes;  // from one block of a cluster to the next
 constexpr int kPatience = 3000;                        // rounds of waits in which nothing happens
 constexpr size_t kPayloadBytes = 64;
-constexpr int kMaxIntegers = 64, kMaxFloats = 8;
+constexpr int kMaxIntegers = 80, kMaxFloats = 8;
 
 enum Error {
     kNone = 0,

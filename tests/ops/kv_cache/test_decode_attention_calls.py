@@ -37,7 +37,7 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (refused(q=Q[..., :20]), ["q", "multiples of 8", "20"]),
     (refused(q=Q[:, :, :3]), ["k_cache", "divides num_heads = 3", "(2, 32, 2, 64)"]),
     (refused(k=CACHE[:1]), ["k_cache", "shape (2, 32, 2, 64)", "shape (1, 32, 2, 64)"]),
-    (refused(k=CACHE.bfloat16()), ["k_cache", "float16 or float8_e4m3fn", "bfloat16"]),
+    (refused(k=CACHE.bfloat16()), ["k_cache", "float16, float8_e4m3fn or int8", "bfloat16"]),
     (refused(v=CACHE[:, :31]), ["v_cache", "shape (2, 32, 2, 64)", "shape (2, 31, 2, 64)"]),
     (refused(v=CACHE.to(E4M3)), ["v_cache", "dtype float16", "float8_e4m3fn"]),
     (refused(k=CACHE.mT.contiguous().mT), ["k_cache", "contiguous last", "strides"]),
@@ -103,6 +103,11 @@ def test_every_kernel_is_chosen() -> None:
         for rows in (1, 16, 17, 128)
         for is_general in (False, True)
         for is_sm90 in (False, True)
+    } | {
+        decode_plan.choose_variant(head_dim, 1, rows, False, scaled=scaled)
+        for scaled in ("_int8", "_e4m3_tokens")
+        for head_dim in (64, 80, 256)
+        for rows in (1, 40)
     }
     assert chosen == set(decode_plan.VARIANTS)
     assert decode_plan.choose_variant(192, 2, 1, False).head_dim == 256
@@ -242,12 +247,14 @@ def test_the_registered_op_passes_opcheck(device: str) -> None:
     lengths = torch.tensor([7, 0], dtype=torch.int32, device=device)
     table = randn(20, 32)
     lse = torch.empty(2, 4, 1, device=device)
-    for added, last, sinks in (
-        ((None,) * 6, None, None), ((new, new * 2, None, table, table, None), lse, randn(4)),
-    ):  # fmt: skip
+    mask = torch.ones(2, 1, dtype=torch.int64, device=device)
+    for added, last, tables in (
+        ((None,) * 6, None, (None, None)),
+        ((new, new * 2, None, table, table, None), lse, (randn(4), mask)),
+    ):
         rotary_dim = 0 if added[0] is None else 64
         torch.library.opcheck(
             torch.ops.kernel_hub.decode_attention.default,
-            (q, cache, cache.clone(), lengths, *added, None, None, None, sinks, False, rotary_dim,
+            (q, cache, cache.clone(), lengths, *added, None, None, None, *tables, False, rotary_dim,
              0.1, -1, 0.0, 0, torch.empty_like(q), last),
         )  # fmt: skip

@@ -169,7 +169,7 @@ def test_steps_for_whole_tiles(hopper_way: Way, monkeypatch: pytest.MonkeyPatch,
         given["q"] = torch.cat([given["q"][..., :4], given["q"]], -1)[..., 4:]
     filled = [given.get(name) for name in ("q", "k_cache", "v_cache", "cache_seqlens")]
     step = ordered.DecodeGiven(
-        *filled, None, None, given["block_table"], *[None] * 7, False, 0, 0.1,
+        *filled, None, None, given["block_table"], *[None] * 8, False, 0, 0.1,
         more.get("window_size", (-1, 0))[0], more.get("softcap", 0.0), 0, None,
     )  # fmt: skip
     assert not (ordered.fits(step) and step.q.data_ptr() % 16 == 0)
@@ -181,7 +181,7 @@ def test_which_clusters() -> None:
     def found(batch_size: int, tokens: int) -> tuple[bool, bool]:
         cache = torch.empty(batch_size, tokens, 8, 128, dtype=torch.bfloat16, device="meta")
         q = torch.empty(batch_size, 1, 32, 128, dtype=torch.bfloat16, device="meta")
-        step = ordered.DecodeGiven(q, cache, cache, *[None] * 11, False, 0, 0.1, -1, 0.0, 0, None)
+        step = ordered.DecodeGiven(q, cache, cache, *[None] * 12, False, 0, 0.1, -1, 0.0, 0, None)
         with pretend(PlannedGpu((9, 0), 132)):
             return ordered.is_faster(step), ordered.is_wide_faster(step)
 

@@ -114,7 +114,7 @@ def shape_of(
     cache = torch.empty(*rooms, num_kv_heads, head_dim, **half)
     lengths = torch.empty(batch_size, dtype=torch.int32, device="meta")
     given = DecodeGiven(
-        q, cache, cache, lengths, *[None] * 2, table, *[None] * 7, False, 0, head_dim**-0.5, -1,
+        q, cache, cache, lengths, *[None] * 2, table, *[None] * 8, False, 0, head_dim**-0.5, -1,
         0.0, 0, q,
     )  # fmt: skip
     with plan_for(PlannedGpu((9, 0), 132)):

@@ -186,7 +186,7 @@ def is_chosen(
     table = torch.empty(batch, tokens // page_size, device="meta") if page_size else None
     given = DecodeGiven(
         q, cache, cache, torch.empty(batch, device="meta"), None, None, table, None, None, None,
-        None, None, None, None, False, 0, head_dim**-0.5, window_left, 0.0, 0, torch.empty_like(q),
+        *[None] * 5, False, 0, head_dim**-0.5, window_left, 0.0, 0, torch.empty_like(q),
     )  # fmt: skip
     rows = seqlen_q * (num_heads // num_kv_heads)
     variant = decode_plan.choose_variant(head_dim, 2, rows, window_left >= 0, is_sm90=True)

@@ -31,8 +31,9 @@ __device__ __forceinline__ void weigh_parts(float (&log2_sums)[kMine], float (&o
 // the block.
 //
 // The last part of a group waits for those before it and adds them to what it has, in order; then
-// the last of as many groups. What is waited for is of a place before, whose block has
-// begun earlier, and takes its places in order: it needs nothing of this one.
+// the last of as many groups. What is waited for is of a place before, and a block takes its places
+// in order. Where each has one place, that block has begun earlier; where each has several, of even
+// lengths, it may begin later, so two blocks must run at a time (test_mla_plan.py holds it).
 template <int kRows, int kThreads, int kCount, int kMine, typename T>
 struct LatentMerge {
     static constexpr int kFan = 4, kMostAtOnce = 6;  // parts of a group, and where they are all

@@ -1,0 +1,1 @@
+"""Attention over caches that are not of the dtype of their queries."""
