@@ -73,101 +73,202 @@ __device__ __forceinline__ void share_weights(const NormedArgs<T>& args, float* 
     }
 }
 
-template <typename T, int kWidth>
-__device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
-    // Vectors: the weights of queries, those of keys; the angles of each token's vectors.
+// Of vectors. NOTE: addresses move from round to round; made anew for each head they were half of
+// what a head takes.
+template <typename T>
+__device__ __forceinline__ void append_normed_vecs(const NormedArgs<T>& args) {
+    constexpr int kWidth = kVecElems<T>;
+    using HeadAccess = Access<T, kWidth>;
+    // The weights of queries, those of keys; the angles of each token's vectors.
     float* shared = reinterpret_cast<float*>(dynamic_shared());
     float* shared_angles =
         shared + 2 * args.head_dim + 2 * kWidth * (threadIdx.z * blockDim.x + threadIdx.x);
-    const int token_idx = blockIdx.x * blockDim.z + threadIdx.z;
-    const int batch_idx = static_cast<uint32_t>(token_idx) / static_cast<uint32_t>(args.seqlen);
-    const int index = token_idx - batch_idx * args.seqlen;
-
-    // The heads of this thread: a and b are query heads `half_heads` apart, or a key and a value.
-    const bool is_query = static_cast<int>(threadIdx.y) < args.q_threads;
-    const int half_heads = (args.num_heads + 1) / 2;
-    const int num_units = is_query ? half_heads : args.num_kv_heads;
-    const int first_unit = threadIdx.y - (is_query ? 0 : args.q_threads);
-    const int unit_step = is_query ? args.q_threads : blockDim.y - args.q_threads;
-    const T* a_head = is_query ? args.q.at(batch_idx, index) : args.k.at(batch_idx, index);
-    const T* b_head =
-        is_query ? a_head + half_heads * args.q.head_stride : args.v.at(batch_idx, index);
-    const int64_t a_stride = is_query ? args.q.head_stride : args.k.head_stride;
-    const int64_t b_stride = is_query ? args.q.head_stride : args.v.head_stride;
+    const HeadsOfThread heads(args);
+    const bool is_query = heads.is_query;
+    const int first_at = threadIdx.x * kWidth;
+    const Parts parts = parts_at<kWidth>(args, first_at);
+    const int apart = parts.second - parts.first;
     const NormWeight<T, kWidth> weight = {is_query ? args.q_norm_weight : args.k_norm_weight,
                                           args.is_weight32, args.weight_offset,
                                           shared + (is_query ? 0 : args.head_dim)};
     const float head_size = static_cast<float>(args.head_dim);
 
-    const int first_at = threadIdx.x * kWidth, span = (args.head_dim + 1) / 2;
-    bool is_live = token_idx < args.num_tokens && first_unit < num_units;
-    bool is_known = true;
-    Place place;
-    place.is_inside = place.is_stored = place.is_odd = false;
-    place.page = place.row = 0;
-    place.position = 0;
-    Parts parts = parts_at<kWidth>(args, first_at);
+    // What is read, and how far it moves a round.
+    const int64_t a_stride = is_query ? args.q.head_stride : args.k.head_stride;
+    const int64_t b_stride = is_query ? args.q.head_stride : args.v.head_stride;
+    const T* a_from = (is_query ? args.q : args.k).at(heads.batch_idx, heads.index);
+    const T* b_from =
+        is_query ? a_from + heads.half_heads * a_stride : args.v.at(heads.batch_idx, heads.index);
+    a_from += heads.first_unit * a_stride + parts.first;
+    b_from += heads.first_unit * b_stride + parts.first;
 
+    bool is_live = heads.token_idx < args.num_tokens && heads.first_unit < heads.num_units;
+    bool is_known = true;
+    int unit = heads.first_unit;
+    const auto has_a = [&] { return is_live && unit < heads.num_units; };
     Head<T, kWidth> head_a, head_b;
-    int unit = first_unit;
-    const auto has_a = [&] { return is_live && unit < num_units; };
-    const auto has_b = [&] { return has_a() && (!is_query || unit + half_heads < args.num_heads); };
+    const auto load = [&] {
+        head_a.bits[0] = head_a.bits[1] = head_b.bits[0] = head_b.bits[1] = make_uint4(0, 0, 0, 0);
+        if (has_a() && parts.has_first) {
+            head_a.bits[0] = HeadAccess::read(a_from);
+            head_a.bits[1] = HeadAccess::read(a_from + apart);
+            if (heads.has_b(args, unit)) {
+                head_b.bits[0] = HeadAccess::read(b_from);
+                head_b.bits[1] = HeadAccess::read(b_from + apart);
+            }
+        }
+    };
+    follow_launch_before();
+    load();
+    if (args.num_rounds > 1 && unit + heads.unit_step < heads.num_units) {
+        // The next round's heads to the L2, which that round then finds there.
+        const T* next = a_from + heads.unit_step * a_stride;
+        prefetch_l2(next);
+        prefetch_l2(next + apart);
+        next = b_from + heads.unit_step * b_stride;
+        prefetch_l2(next);
+        prefetch_l2(next + apart);
+    }
+    // NOTE: after the heads' loads: these wait for one another, and would hold them up.
+    const Place place = find_token(args, heads, is_live, is_known);
+    if (is_live && threadIdx.y == 0) {
+        Angles<T, kWidth> angles;
+        angles.load(args, parts, first_at, place.position, is_known);
+        angles.expand(args.is_table32, is_known);
+        angles.put(shared_angles);
+    }
+    share_weights(args, shared);
+
+    // Where it goes, in bytes.
+    const bool is_bytes = !is_query && args.is_e4m3, goes = is_query || place.is_stored;
+    const int64_t bytes = is_bytes ? 1 : sizeof(T);
+    const int64_t a_out = is_query ? args.out_q.head_stride : args.k_cache.head_stride;
+    const int64_t b_out = is_query ? args.out_q.head_stride : args.v_cache.head_stride;
+    const auto row_of = [&](const CacheRows& rows) {
+        return static_cast<char*>(rows.data) +
+               (place.page * rows.page_stride + place.row * rows.row_stride) * bytes;
+    };
+    char *a_to, *b_to;
+    if (is_query) {
+        a_to = reinterpret_cast<char*>(args.out_q.at(heads.batch_idx, heads.index));
+        b_to = a_to + heads.half_heads * a_out * bytes;
+    } else {
+        a_to = row_of(args.k_cache);
+        b_to = row_of(args.v_cache);
+    }
+    a_to += (heads.first_unit * a_out + parts.first) * bytes;
+    b_to += (heads.first_unit * b_out + parts.first) * bytes;
+
+#pragma unroll 1
+    for (int round = 0;;) {
+        float sum_a = head_a.sum_of_squares(), sum_b = head_b.sum_of_squares();
+        head_a.keep_packed();
+        head_b.keep_packed();
+        add_lanes(sum_a, sum_b);
+        if (round == 0) {
+            __syncthreads();
+        }
+        if (has_a() && parts.has_first) {
+            float inverse = 1.0f, b_inverse = 1.0f;
+            if (weight.values != nullptr) {
+                inverse = rsqrtf(sum_a / head_size + args.eps);
+                b_inverse = rsqrtf(sum_b / head_size + args.eps);
+            }
+            char* to = a_to;
+            // NOTE: a loop, not twice the code: 60 % of the instructions, 20 registers fewer.
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i) {
+                const bool is_value = !is_query && i == 1;
+                float values[2][kWidth];
+                head_a.unpack(values);
+                if (!is_value) {
+                    head_a.finish(values, args, parts, inverse, weight, {}, shared_angles);
+                }
+                if (!is_query && i == 0 && args.out_k.data != nullptr) {
+                    head_a.write(
+                        args.out_k.at(heads.batch_idx, heads.index) + unit * args.out_k.head_stride,
+                        parts);
+                }
+                if (goes && !is_bytes) {
+                    HeadAccess::write_bits(reinterpret_cast<T*>(to), head_a.bits[0]);
+                    HeadAccess::write_bits(reinterpret_cast<T*>(to) + apart, head_a.bits[1]);
+                } else if (goes) {
+                    const float* scale = is_value ? args.v_scale : args.k_scale;
+                    const float inverse_scale =
+                        scale == nullptr ? 1.0f : 1.0f / __ldg(scale + unit);
+#pragma unroll
+                    for (int part = 0; part < 2; ++part) {
+#pragma unroll
+                        for (int j = 0; j < kWidth; ++j) {
+                            values[part][j] *= inverse_scale;
+                        }
+                        write_e4m3(reinterpret_cast<__nv_fp8_e4m3*>(to) + part * apart,
+                                   values[part]);
+                    }
+                }
+                if (!heads.has_b(args, unit)) {
+                    break;
+                }
+                head_a = head_b;
+                inverse = b_inverse;
+                to = b_to;
+            }
+        }
+        if (++round >= args.num_rounds) {
+            break;
+        }
+        unit += heads.unit_step;
+        a_from += heads.unit_step * a_stride;
+        b_from += heads.unit_step * b_stride;
+        a_to += heads.unit_step * a_out * bytes;
+        b_to += heads.unit_step * b_out * bytes;
+        load();
+    }
+    if (heads.token_idx < args.num_tokens && heads.first_unit < heads.num_units &&
+        parts.has_first) {
+        report_token(args, heads, place, is_live, is_known);
+    }
+}
+
+// By the element.
+template <typename T>
+__device__ __forceinline__ void append_normed_scalar(const NormedArgs<T>& args) {
+    const HeadsOfThread heads(args);
+    const bool is_query = heads.is_query;
+    const T* a_head = (is_query ? args.q : args.k).at(heads.batch_idx, heads.index);
+    const T* b_head = is_query ? a_head + heads.half_heads * args.q.head_stride
+                               : args.v.at(heads.batch_idx, heads.index);
+    const int64_t a_stride = is_query ? args.q.head_stride : args.k.head_stride;
+    const int64_t b_stride = is_query ? args.q.head_stride : args.v.head_stride;
+    const NormWeight<T, 1> weight = {is_query ? args.q_norm_weight : args.k_norm_weight,
+                                     args.is_weight32, args.weight_offset, nullptr};
+    const float head_size = static_cast<float>(args.head_dim);
+    const int first_at = threadIdx.x, span = (args.head_dim + 1) / 2;
+    bool is_live = heads.token_idx < args.num_tokens && heads.first_unit < heads.num_units;
+    bool is_known = true;
+    Parts parts;
+    Head<T, 1> head_a, head_b;
+    int unit = heads.first_unit;
+    const auto has_a = [&] { return is_live && unit < heads.num_units; };
+    const auto has_b = [&] { return has_a() && heads.has_b(args, unit); };
     const auto load = [&] {
         head_a.load(a_head + unit * a_stride, parts, has_a());
         head_b.load(b_head + unit * b_stride, parts, has_b());
     };
     follow_launch_before();
-    if constexpr (kWidth > 1) {
-        load();
-    }
-    // NOTE: after the heads' loads: these wait for one another, and would hold them up.
-    if (is_live) {
-        place = find_place(args.routing, token_idx, batch_idx, index, is_query);
-        is_live = place.is_inside;
-        if (args.cos != nullptr) {
-            // A position outside the table must not read past it; it shows as nan.
-            is_known = place.position >= 0 && place.position < args.max_position;
-        }
-    }
-    if constexpr (kWidth > 1) {
-        if (is_live && threadIdx.y == 0) {
-            Angles<T, kWidth> angles;
-            angles.load(args, parts, first_at, place.position, is_known);
-            angles.expand(args.is_table32, is_known);
-            angles.put(shared_angles);
-        }
-        share_weights(args, shared);
-    }
+    const Place place = find_token(args, heads, is_live, is_known);
 
-    for (int round = 0; round < args.num_rounds; ++round, unit += unit_step) {
+    for (int round = 0; round < args.num_rounds; ++round, unit += heads.unit_step) {
         float sum_a = 0.0f, sum_b = 0.0f;
-        if constexpr (kWidth > 1) {
-            if (round > 0) {
-                load();
-            }
-            sum_a = head_a.sum_of_squares();
-            sum_b = head_b.sum_of_squares();
-            head_a.keep_packed();
-            head_b.keep_packed();
-        } else {
-            // Nothing to sum where a head is not to be normed.
-            const int end = weight.values == nullptr ? 0 : span;
-            for (int at = first_at; at < end; at += blockDim.x) {
-                parts = parts_at<kWidth>(args, at);
-                load();
-                sum_a += head_a.sum_of_squares();
-                sum_b += head_b.sum_of_squares();
-            }
+        // Nothing to sum where a head is not to be normed.
+        const int end = weight.values == nullptr ? 0 : span;
+        for (int at = first_at; at < end; at += blockDim.x) {
+            parts = parts_at<1>(args, at);
+            load();
+            sum_a += head_a.sum_of_squares();
+            sum_b += head_b.sum_of_squares();
         }
-        // Every lane of the warp, whatever it has.
-#pragma unroll 1
-        for (int lanes = blockDim.x / 2; lanes > 0; lanes /= 2) {
-            sum_a += __shfl_xor_sync(~0u, sum_a, lanes);
-            sum_b += __shfl_xor_sync(~0u, sum_b, lanes);
-        }
-        if (kWidth > 1 && round == 0) {
-            __syncthreads();
-        }
+        add_lanes(sum_a, sum_b);
         if (!has_a()) {
             continue;
         }
@@ -176,9 +277,8 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
             a_inverse = rsqrtf(sum_a / head_size + args.eps);
             b_inverse = rsqrtf(sum_b / head_size + args.eps);
         }
-        const auto write = [&](const Angles<T, kWidth>& angles) {
+        const auto write = [&](const Angles<T, 1>& angles) {
             float inverse = a_inverse;
-            // NOTE: a loop, not twice the code: 60 % of the instructions, 20 registers fewer.
 #pragma unroll 1
             for (int i = 0; i < 2; ++i) {
                 const bool is_value = !is_query && i == 1;
@@ -187,11 +287,12 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
                 int64_t at = 0;
                 float inverse_scale = 1.0f;
                 if (is_query) {
-                    out = args.out_q.at(batch_idx, index) +
-                          (unit + i * half_heads) * args.out_q.head_stride;
+                    out = args.out_q.at(heads.batch_idx, heads.index) +
+                          (unit + i * heads.half_heads) * args.out_q.head_stride;
                 } else {
                     if (!is_value && args.out_k.data != nullptr) {
-                        out = args.out_k.at(batch_idx, index) + unit * args.out_k.head_stride;
+                        out = args.out_k.at(heads.batch_idx, heads.index) +
+                              unit * args.out_k.head_stride;
                     }
                     if (place.is_stored) {
                         const CacheRows& rows = is_value ? args.v_cache : args.k_cache;
@@ -202,12 +303,12 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
                         inverse_scale = scale == nullptr ? 1.0f : 1.0f / __ldg(scale + unit);
                     }
                 }
-                float values[2][kWidth];
+                float values[2][1];
                 head_a.unpack(values);
                 // What is neither normed nor turned stays the bits it is, a nan's too.
-                const bool stays = kWidth == 1 && weight.values == nullptr && !parts.turns_first;
+                const bool stays = weight.values == nullptr && !parts.turns_first;
                 if (!is_value && !stays) {
-                    head_a.finish(values, args, parts, inverse, weight, angles, shared_angles);
+                    head_a.finish(values, args, parts, inverse, weight, angles, nullptr);
                 }
                 if (out != nullptr) {
                     head_a.write(out, parts);
@@ -222,80 +323,68 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
                 inverse = b_inverse;
             }
         };
-        if constexpr (kWidth > 1) {
-            write({});
-        } else {
-            for (int at = first_at; at < span; at += blockDim.x) {
-                parts = parts_at<kWidth>(args, at);
-                load();
-                Angles<T, kWidth> angles;
-                angles.load(args, parts, at, place.position, is_known);
-                angles.expand(args.is_table32, is_known);
-                write(angles);
-            }
+        for (int at = first_at; at < span; at += blockDim.x) {
+            parts = parts_at<1>(args, at);
+            load();
+            Angles<T, 1> angles;
+            angles.load(args, parts, at, place.position, is_known);
+            angles.expand(args.is_table32, is_known);
+            write(angles);
         }
     }
-    // At the end, where no load waits for the tables.
-    if (token_idx >= args.num_tokens || first_unit >= num_units || first_at >= span) {
-        return;
-    }
-    const bool is_missing = is_live && !is_query && !place.is_stored;
-    const bool is_unknown = is_live && !is_known;
-    if (place.is_odd || is_missing || is_unknown) {
-        const int missing = is_missing ? find_missing(args.routing, token_idx, place.row) : 0;
-        report(args.routing.flag, missing | (place.is_odd ? kTokensOutside : 0) |
-                                      (is_unknown ? kPositionsOutside : 0));
+    if (heads.token_idx < args.num_tokens && heads.first_unit < heads.num_units &&
+        first_at < span) {
+        report_token(args, heads, place, is_live, is_known);
     }
 }
 
-#define EXPORT_APPEND_KV_NORMED(NAME, T, VARIANT, WIDTH)                                          \
+#define EXPORT_APPEND_KV_NORMED(NAME, T, VARIANT, BODY)                                           \
     DESCRIBED(                                                                                    \
         append_kv_normed_##NAME##_##VARIANT, "x: tokens in steps of blockDim.z",                  \
         (.shared_bytes = 0),                                                                      \
-        extern "C" __global__ void __launch_bounds__(320, 2) append_kv_normed_##NAME##_##VARIANT( \
+        extern "C" __global__ void __launch_bounds__(288, 2) append_kv_normed_##NAME##_##VARIANT( \
             T* out_q, T* out_k, void* k_cache, void* v_cache, int* flag, const T* q, const T* k,  \
             const T* v, const void* cos, const void* sin, ROUTING_TABLES, const float* k_scale,   \
             const float* v_scale, const void* q_norm_weight, const void* k_norm_weight,           \
             APPEND_LAYOUT, int num_rounds, int is_interleaved, int is_table32, int is_weight32,   \
             int is_e4m3, float eps, float weight_offset) {                                        \
-            append_normed<T, WIDTH>(                                                              \
-                {.out_q = {out_q, out_q_batch_stride, out_q_token_stride, out_q_head_stride},     \
-                 .out_k = {out_k, out_k_batch_stride, out_k_token_stride, out_k_head_stride},     \
-                 .k_cache = {k_cache, k_cache_page_stride, k_cache_row_stride,                    \
-                             k_cache_head_stride},                                                \
-                 .v_cache = {v_cache, v_cache_page_stride, v_cache_row_stride,                    \
-                             v_cache_head_stride},                                                \
-                 .q = {q, q_batch_stride, q_token_stride, q_head_stride},                         \
-                 .k = {k, k_batch_stride, k_token_stride, k_head_stride},                         \
-                 .v = {v, v_batch_stride, v_token_stride, v_head_stride},                         \
-                 .cos = cos,                                                                      \
-                 .sin = sin,                                                                      \
-                 .k_scale = k_scale,                                                              \
-                 .v_scale = v_scale,                                                              \
-                 .q_norm_weight = q_norm_weight,                                                  \
-                 .k_norm_weight = k_norm_weight,                                                  \
-                 .routing = {ROUTING_ARGUMENTS(num_tokens)},                                      \
-                 .table_stride = table_stride,                                                    \
-                 .num_tokens = num_tokens,                                                        \
-                 .seqlen = seqlen,                                                                \
-                 .num_heads = num_heads,                                                          \
-                 .num_kv_heads = num_kv_heads,                                                    \
-                 .head_dim = head_dim,                                                            \
-                 .rotary_dim = rotary_dim,                                                        \
-                 .max_position = max_position,                                                    \
-                 .q_threads = q_threads,                                                          \
-                 .num_rounds = num_rounds,                                                        \
-                 .is_interleaved = is_interleaved,                                                \
-                 .is_table32 = is_table32,                                                        \
-                 .is_weight32 = is_weight32,                                                      \
-                 .is_e4m3 = is_e4m3,                                                              \
-                 .eps = eps,                                                                      \
-                 .weight_offset = weight_offset});                                                \
+            BODY<T>({.out_q = {out_q, out_q_batch_stride, out_q_token_stride, out_q_head_stride}, \
+                     .out_k = {out_k, out_k_batch_stride, out_k_token_stride, out_k_head_stride}, \
+                     .k_cache = {k_cache, k_cache_page_stride, k_cache_row_stride,                \
+                                 k_cache_head_stride},                                            \
+                     .v_cache = {v_cache, v_cache_page_stride, v_cache_row_stride,                \
+                                 v_cache_head_stride},                                            \
+                     .q = {q, q_batch_stride, q_token_stride, q_head_stride},                     \
+                     .k = {k, k_batch_stride, k_token_stride, k_head_stride},                     \
+                     .v = {v, v_batch_stride, v_token_stride, v_head_stride},                     \
+                     .cos = cos,                                                                  \
+                     .sin = sin,                                                                  \
+                     .k_scale = k_scale,                                                          \
+                     .v_scale = v_scale,                                                          \
+                     .q_norm_weight = q_norm_weight,                                              \
+                     .k_norm_weight = k_norm_weight,                                              \
+                     .routing = {ROUTING_ARGUMENTS(num_tokens)},                                  \
+                     .table_stride = table_stride,                                                \
+                     .num_tokens = num_tokens,                                                    \
+                     .seqlen = seqlen,                                                            \
+                     .num_heads = num_heads,                                                      \
+                     .num_kv_heads = num_kv_heads,                                                \
+                     .head_dim = head_dim,                                                        \
+                     .rotary_dim = rotary_dim,                                                    \
+                     .max_position = max_position,                                                \
+                     .q_threads = q_threads,                                                      \
+                     .num_rounds = num_rounds,                                                    \
+                     .is_interleaved = is_interleaved,                                            \
+                     .is_table32 = is_table32,                                                    \
+                     .is_weight32 = is_weight32,                                                  \
+                     .is_e4m3 = is_e4m3,                                                          \
+                     .eps = eps,                                                                  \
+                     .weight_offset = weight_offset});                                            \
         })
 
-#define EXPORT_APPEND_KV_NORMED_VARIANTS(NAME, T)       \
-    EXPORT_APPEND_KV_NORMED(NAME, T, vec, kVecElems<T>) \
-    EXPORT_APPEND_KV_NORMED(NAME, T, scalar, 1)
+#define EXPORT_APPEND_KV_NORMED_VARIANTS(NAME, T)             \
+    EXPORT_APPEND_KV_NORMED(NAME, T, vec, append_normed_vecs) \
+    EXPORT_APPEND_KV_NORMED(NAME, T, scalar, append_normed_scalar)
 
 // {op}_normed_{dtype}_{variant}
 EXPORT_APPEND_KV_NORMED_VARIANTS(fp16, __half)

@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include "kernel_hub/kv_place.cuh"
+
 namespace kernel_hub::kv_cache {
 
 // Rows of q, k or v: (batch, seqlen, heads, head_dim); of a cache: (pages, page_size, heads,
@@ -37,6 +39,63 @@ __device__ __forceinline__ void turn(float& a, float& b, float c, float s) {
     const float turned = fmaf(a, c, -__fmul_rn(b, s));
     b = fmaf(b, c, __fmul_rn(a, s));
     a = turned;
+}
+
+// The token and the heads of a thread: a and b are query heads `half_heads` apart, or a key and a
+// value.
+struct HeadsOfThread {
+    int token_idx, batch_idx, index;
+    bool is_query;
+    int half_heads, num_units, first_unit, unit_step;
+
+    template <typename Args>
+    __device__ __forceinline__ explicit HeadsOfThread(const Args& args) {
+        token_idx = blockIdx.x * blockDim.z + threadIdx.z;
+        batch_idx = static_cast<uint32_t>(token_idx) / static_cast<uint32_t>(args.seqlen);
+        index = token_idx - batch_idx * args.seqlen;
+        is_query = static_cast<int>(threadIdx.y) < args.q_threads;
+        half_heads = (args.num_heads + 1) / 2;
+        num_units = is_query ? half_heads : args.num_kv_heads;
+        first_unit = threadIdx.y - (is_query ? 0 : args.q_threads);
+        unit_step = is_query ? args.q_threads : blockDim.y - args.q_threads;
+    }
+    template <typename Args>
+    __device__ __forceinline__ bool has_b(const Args& args, int unit) const {
+        return !is_query || unit + half_heads < args.num_heads;
+    }
+};
+
+// Where the token is, or nowhere; is_live: whether anything of it is to be written.
+template <typename Args>
+__device__ __forceinline__ Place find_token(const Args& args, const HeadsOfThread& heads,
+                                            bool& is_live, bool& is_known) {
+    Place place;
+    place.is_inside = place.is_stored = place.is_odd = false;
+    place.page = place.row = 0;
+    place.position = 0;
+    if (is_live) {
+        place =
+            find_place(args.routing, heads.token_idx, heads.batch_idx, heads.index, heads.is_query);
+        is_live = place.is_inside;
+        if (args.cos != nullptr) {
+            // A position outside the table must not read past it; it shows as nan.
+            is_known = place.position >= 0 && place.position < args.max_position;
+        }
+    }
+    return place;
+}
+
+// At the end, where no load waits for the tables.
+template <typename Args>
+__device__ __forceinline__ void report_token(const Args& args, const HeadsOfThread& heads,
+                                             const Place& place, bool is_live, bool is_known) {
+    const bool is_missing = is_live && !heads.is_query && !place.is_stored;
+    const bool is_unknown = is_live && !is_known;
+    if (place.is_odd || is_missing || is_unknown) {
+        const int missing = is_missing ? find_missing(args.routing, heads.token_idx, place.row) : 0;
+        report(args.routing.flag, missing | (place.is_odd ? kTokensOutside : 0) |
+                                      (is_unknown ? kPositionsOutside : 0));
+    }
 }
 
 }  // namespace kernel_hub::kv_cache

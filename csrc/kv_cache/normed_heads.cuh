@@ -320,4 +320,13 @@ struct Head {
     }
 };
 
+// Sums of two heads over the threads that share them; every lane of the warp calls this.
+__device__ __forceinline__ void add_lanes(float& sum_a, float& sum_b) {
+#pragma unroll 1
+    for (int lanes = blockDim.x / 2; lanes > 0; lanes /= 2) {
+        sum_a += __shfl_xor_sync(~0u, sum_a, lanes);
+        sum_b += __shfl_xor_sync(~0u, sum_b, lanes);
+    }
+}
+
 }  // namespace kernel_hub::kv_cache

@@ -6,6 +6,7 @@
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/reduce.cuh"
 #include "rowwise/norm_elements.cuh"
+#include "rowwise/row_sums.cuh"
 #include "rowwise/row_vecs.cuh"
 
 namespace kernel_hub::rowwise {
@@ -93,7 +94,9 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, EightBits>& p,
         }
     };
     norm_each(p, row, first, shape, num_vecs, keep);
-    const float factor = scale_row(p, row_max(largest, slots), num_vecs > 0);
+    // Rows of four vectors a thread are whole warps.
+    largest = kVecs == 4 ? whole_row_max(largest, slots) : row_max(largest, slots);
+    const float factor = scale_row(p, largest, num_vecs > 0);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         const int vec_idx = threadIdx.x + i * blockDim.x;
@@ -145,11 +148,29 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     }
 
     RowShape shape{};
-    if constexpr (kCentred) {
-        shape.mean = row_sum(row.sum(), slots[0]) / size;
-        row.keep_packed();
+    float sum;  // of squares, of distances from the mean
+    if constexpr (kCentred && kVecs == 4 && sizeof(T) == 2) {
+        __shared__ TwoSums both[kMaxWarps];
+        const TwoSums found = row_sums<kCentred>(row, both);
+        sum = found.squares;
+        if constexpr (kCentred) {
+            shape.mean = found.values / size;
+            sum -= found.values * shape.mean;
+            // NOTE: of rows that are far from 0 nothing of it would be right; the others lose two
+            // bits. A block takes one way, for the sake of the barrier.
+            const bool is_far = !(sum >= 0.25f * found.squares);
+            if (is_far || (blockDim.x > kWarpSize && blockDim.y > 1)) {
+                row.keep_packed();
+                sum = row_sum(row.sum_of_squares_from(shape.mean, num_vecs), slots[1]);
+            }
+        }
+    } else {
+        if constexpr (kCentred) {
+            shape.mean = row_sum(row.sum(), slots[0]) / size;
+            row.keep_packed();
+        }
+        sum = row_sum(row.sum_of_squares_from(shape.mean, num_vecs), slots[kCentred]);
     }
-    const float sum = row_sum(row.sum_of_squares_from(shape.mean, num_vecs), slots[kCentred]);
     shape.inverse = rsqrtf(sum / size + p.eps);
     shape.offset = shape.inverse * p.weight_offset;
     row.keep_packed();

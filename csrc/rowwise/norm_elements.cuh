@@ -82,25 +82,31 @@ __device__ __forceinline__ void norm_elements(NormParams<T, Out> p) {
     shape.inverse = rsqrtf(sum / size + p.eps);
     shape.offset = shape.inverse * p.weight_offset;
 
-    // What use(j, value) is given: the normed values of a run.
-    const auto norm_run = [&](int at, int left, const auto& use) {
+    float normed[kRun];
+    const auto norm_run = [&](int at, int left) {
         read_again(at, left);
-        float weight[kRun], bias[kRun];
-        load_parameters<T>(weight, p.weight, p.is_weight32, at, left, 1.0f);
-        load_parameters<T>(bias, p.bias, p.is_weight32, at, left, 0.0f);
-        each_of_run(left, [&](int j) {
-            use(j, normed_value(shape, to_float(row[j]), weight[j], bias[j]));
-        });
+        RunFactors<T> weight(p.is_weight32, 1.0f), bias(p.is_weight32, 0.0f);
+        weight.load(p.weight, p.is_weight32, at, left);
+        bias.load(p.bias, p.is_weight32, at, left);
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) {
+            normed[j] = normed_value(shape, to_float(row[j]), weight.at(p.is_weight32, j),
+                                     bias.at(p.is_weight32, j));
+        }
     };
     if constexpr (kQuantised) {
         float largest = 0.0f;
         runs.each([&](int at, int left) {
-            norm_run(at, left, [&](int, float value) { largest = max_nan(largest, fabsf(value)); });
+            norm_run(at, left);
+            each_of_run(left, [&](int j) { largest = max_nan(largest, fabsf(normed[j])); });
         });
         const float factor = scale_row(p, row_max(largest, slots[kCentred + 1]), is_there);
         runs.each([&](int at, int left) {
-            norm_run(at, left, [&](int j, float value) {
-                float one[1] = {value};
+            if (!runs.is_held()) {
+                norm_run(at, left);
+            }
+            each_of_run(left, [&](int j) {
+                float one[1] = {normed[j]};
                 write_scaled(p, at + j * kWarpSize, factor, one);
             });
         });
@@ -110,9 +116,10 @@ __device__ __forceinline__ void norm_elements(NormParams<T, Out> p) {
             if (p.adds_after) {
                 load_run(after, p.residual + at, left);
             }
-            norm_run(at, left, [&](int j, float value) {
+            norm_run(at, left);
+            each_of_run(left, [&](int j) {
                 p.out[at + j * kWarpSize] =
-                    from_float<T>(p.adds_after ? value + to_float(after[j]) : value);
+                    from_float<T>(p.adds_after ? normed[j] + to_float(after[j]) : normed[j]);
             });
         });
     }

@@ -120,27 +120,44 @@ struct Factors {
     }
 };
 
-// The values of a run, T or fp32; `none` where there are no values.
+// Weight or bias of a run, T or fp32, as the bits that were read: nothing waits for them before
+// they are asked for by `at`. What is not there is `none`.
 template <typename T>
-__device__ __forceinline__ void load_parameters(float (&found)[kRun], const void* values,
-                                                int is_fp32, int at, int left, float none) {
+struct RunFactors {
+    uint32_t bits[kRun];
+
+    __device__ __forceinline__ RunFactors(int is_fp32, float none) {
+        const bool is_wide = sizeof(T) == sizeof(float) || is_fp32;
+        float pair[2] = {none, 0.0f};
+        const uint32_t bits_of_none = is_wide ? __float_as_uint(none) : Word<T>::pack(pair);
 #pragma unroll
-    for (float& value : found) {
-        value = none;
+        for (uint32_t& found : bits) {
+            found = bits_of_none;
+        }
     }
-    if (values == nullptr) {
-        return;
+    __device__ __forceinline__ void load(const void* values, int is_fp32, int at, int left) {
+        if (values == nullptr) {
+            return;
+        }
+        if (sizeof(T) == sizeof(float) || is_fp32) {
+            each_of_run(left, [&](int j) {
+                bits[j] = __ldg(static_cast<const uint32_t*>(values) + at + j * kWarpSize);
+            });
+        } else {
+            each_of_run(left, [&](int j) {
+                bits[j] = __ldg(static_cast<const uint16_t*>(values) + at + j * kWarpSize);
+            });
+        }
     }
-    if (is_fp32) {
-        each_of_run(left, [&](int j) {
-            found[j] = __ldg(static_cast<const float*>(values) + at + j * kWarpSize);
-        });
-    } else {
-        each_of_run(left, [&](int j) {
-            found[j] = to_float(__ldg(static_cast<const T*>(values) + at + j * kWarpSize));
-        });
+    __device__ __forceinline__ float at(int is_fp32, int j) const {
+        if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+            return __uint_as_float(bits[j] << (is_fp32 ? 0 : 16));
+        }
+        float values[2];
+        Word<T>::unpack(bits[j], values);
+        return is_fp32 ? __uint_as_float(bits[j]) : values[0];
     }
-}
+};
 
 // Normed, in place: a vector, by weight and bias of a type asked for once.
 template <typename T, typename Out>

@@ -94,8 +94,9 @@ __device__ __forceinline__ void quantise_vecs(const Source& source, E4m3Row row)
             largest = max_nan(largest, largest_of(values[i]));
         }
     }
-    const float factor =
-        scale_row(kLargest<__nv_fp8_e4m3>, row.out_scale, row_max(largest, slots), row.is_there);
+    // Rows of a vector a thread may be less than a warp.
+    largest = kVecs > 1 ? whole_row_max(largest, slots) : row_max(largest, slots);
+    const float factor = scale_row(kLargest<__nv_fp8_e4m3>, row.out_scale, largest, row.is_there);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         const int vec_idx = threadIdx.x + i * blockDim.x;

@@ -26,10 +26,11 @@ __device__ __forceinline__ float largest_of(const float (&values)[kWidth]) {
     return largest;
 }
 
-// In the lowest byte, to nearest even.
+// In the lowest byte, to nearest even, of what a row's scale leaves within +-127, or of a row that
+// has nan, whose scale says so.
 __device__ __forceinline__ uint32_t to_int8(float value) {
     // The spacing of floats at 1.5 * 2^23 is 1: adding rounds, and leaves the integer lowest.
-    return __float_as_uint(fminf(fmaxf(value, -127.0f), 127.0f) + 12582912.0f);
+    return __float_as_uint(__fadd_rn(value, 12582912.0f));
 }
 
 // Writes kWidth values, rounded to Out.
@@ -56,6 +57,22 @@ __device__ __forceinline__ void write_row(Out* address, const float (&values)[kW
             *reinterpret_cast<uint2*>(address) = make_uint2(words[0], words[1]);
         }
     }
+}
+
+// As row_max, of rows that are whole warps: without its questions.
+__device__ __forceinline__ float whole_row_max(float value, float (&slots)[kMaxWarps]) {
+    const int row_warps = blockDim.x / kWarpSize;
+    value = group_max(value, kWarpSize);
+    if (row_warps <= 1) {
+        return value;
+    }
+    const int lane_idx = threadIdx.x % kWarpSize, first_slot = threadIdx.y * row_warps;
+    if (lane_idx == 0) {
+        slots[first_slot + threadIdx.x / kWarpSize] = value;
+    }
+    __syncthreads();
+    const int width = row_warps <= 8 ? 8 : kWarpSize, slot = lane_idx % width;
+    return group_max(slot < row_warps ? slots[first_slot + slot] : value, width);
 }
 
 // A row's scale from its largest magnitude, which it writes; what values are multiplied by so that

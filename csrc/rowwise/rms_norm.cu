@@ -173,37 +173,45 @@ __device__ __forceinline__ void rms_norm_elements(RmsNormParams<T> p) {
     T* out = p.out + row_idx * p.out_stride;
 
     follow_launch_before();
-    T row[kRun];
-    float sum = 0.0f;
-    runs.each([&](int at, int left) {
-        load_run(row, x + at, left);
-        if constexpr (kResidual) {
+    T row[kRun], weight[kRun];
+    float inverse_rms = 0.0f;
+    // NOTE: passes are turns of one loop, so that a row that is held has its weight asked for with
+    // it by the same code.
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+        const T* from = kResidual && pass == 1 ? residual_out : x;
+        float sum = 0.0f;
+        runs.each([&](int at, int left) {
             T other[kRun];
-            load_run(other, residual + at, left);
-            each_of_run(left, [&](int j) {
-                row[j] = from_float<T>(to_float(row[j]) + to_float(other[j]));
-                residual_out[at + j * kWarpSize] = row[j];
-            });
-        }
+            if (pass == 0 || !runs.is_held()) {
+                load_run(row, from + at, left);
+                if (kResidual && pass == 0) {
+                    load_run(other, residual + at, left);
+                }
+                load_run(weight, p.weight + at, left);
+            }
+            if (pass == 1) {
+                each_of_run(left, [&](int j) {
+                    out[at + j * kWarpSize] = from_float<T>(
+                        to_float(row[j]) * inverse_rms * (to_float(weight[j]) + p.weight_offset));
+                });
+                return;
+            }
+            if constexpr (kResidual) {
+                each_of_run(left, [&](int j) {
+                    row[j] = from_float<T>(to_float(row[j]) + to_float(other[j]));
+                    residual_out[at + j * kWarpSize] = row[j];
+                });
+            }
 #pragma unroll
-        for (const T value : row) {
-            sum += to_float(value) * to_float(value);
-        }
-    });
-    const float inverse_rms = inverse_rms_of<false>(row_sum(sum, slots), p.hidden_size, p.eps);
-
-    const T* normed = kResidual ? residual_out : x;
-    runs.each([&](int at, int left) {
-        T weight[kRun];
-        if (!runs.is_held()) {
-            load_run(row, normed + at, left);
-        }
-        load_run(weight, p.weight + at, left);
-        each_of_run(left, [&](int j) {
-            out[at + j * kWarpSize] = from_float<T>(to_float(row[j]) * inverse_rms *
-                                                    (to_float(weight[j]) + p.weight_offset));
+            for (const T value : row) {
+                sum += to_float(value) * to_float(value);
+            }
         });
-    });
+        if (pass == 0) {
+            inverse_rms = inverse_rms_of<false>(row_sum(sum, slots), p.hidden_size, p.eps);
+        }
+    }
 }
 
 // 64 registers a thread: any blockDim up to 1,024.

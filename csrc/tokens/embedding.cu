@@ -6,7 +6,7 @@
 // is not first_id .. first_id + num_rows - 1 gives zeros, and no position is asked for it; one that
 // is none of vocab_size is reported. A position that is no row of its table gives nan.
 //
-// Parallelisation: threadIdx.x walks a row, kAhead accesses a thread, gridDim.y blocks wide;
+// Parallelisation: threadIdx.x walks a row, 4 or 16 accesses a thread, gridDim.y blocks wide;
 // threadIdx.y and gridDim.x the tokens. No shared memory. A row is read and written once.
 //   vec       16 bytes an access
 //   scalar    any alignment
@@ -21,7 +21,8 @@
 namespace kernel_hub::tokens {
 
 constexpr int kThreads = 256;
-constexpr int kAhead = 4;  // accesses of a row before its writes
+// Accesses of a row before its writes: of vectors, of elements.
+constexpr int kFour = 4, kVecsAhead = 4, kElementsAhead = 16;
 
 template <typename T, int kWidth>
 __device__ __forceinline__ void embed(T* out, int* flag, const void* ids, const T* weight,
@@ -32,6 +33,7 @@ __device__ __forceinline__ void embed(T* out, int* flag, const void* ids, const 
                                       int period, int ids_bytes, int positions_bytes, int is_scaled,
                                       float scale) {
     using A = Access<T, kWidth>;
+    constexpr int kAhead = kWidth > 1 ? kVecsAhead : kElementsAhead;
     const int token = blockIdx.x * blockDim.y + threadIdx.y;
     follow_launch_before();
     if (token >= num_tokens) {
@@ -56,33 +58,33 @@ __device__ __forceinline__ void embed(T* out, int* flag, const void* ids, const 
     T* to = out + token * out_stride;
     const int step = gridDim.y * blockDim.x * kWidth;
     const int first = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
-    typename A::Bits bits[kAhead] = {}, more[kAhead] = {};
+    // By fours that the whole grid has columns for.
+    const auto each = [&](const auto& use) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-        const int at = first + i * step;
-        if (is_there && at < hidden_size) {
-            bits[i] = A::read(row + at);
-        }
-    }
-    if (has_row) {
+        for (int four = 0; four < kAhead; four += kFour) {
+            if (four * step < hidden_size) {
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            if (first + i * step < hidden_size) {
-                more[i] = A::read_shared_by_blocks(added + first + i * step);
+                for (int i = four; i < four + kFour; ++i) {
+                    if (first + i * step < hidden_size) {
+                        use(i, first + i * step);
+                    }
+                }
             }
         }
+    };
+    typename A::Bits bits[kAhead] = {}, more[kAhead] = {};
+    if (is_there) {
+        each([&](int i, int at) { bits[i] = A::read(row + at); });
+    }
+    if (has_row) {
+        each([&](int i, int at) { more[i] = A::read_shared_by_blocks(added + at); });
     }
     const float factor = is_position ? scale : __builtin_nanf("");
     const bool is_changed = is_there && (is_scaled || has_position);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-        const int at = first + i * step;
-        if (at >= hidden_size) {
-            continue;
-        }
+    each([&](int i, int at) {
         if (!is_changed) {
             A::write_bits(to + at, bits[i]);
-            continue;
+            return;
         }
         float values[kWidth], others[kWidth];
         A::unpack(bits[i], values);
@@ -93,13 +95,13 @@ __device__ __forceinline__ void embed(T* out, int* flag, const void* ids, const 
             values[j] = has_position ? __fadd_rn(scaled, others[j]) : scaled;
         }
         A::write(to + at, values);
-    }
+    });
     report(flag, is_first ? (is_id ? 0 : kIdsOutside) | (is_position ? 0 : kPositionsOutside) : 0);
 }
 
 #define EXPORT_EMBEDDING_VARIANT(NAME, T, WIDTH)                                                  \
     DESCRIBED(                                                                                    \
-        NAME, "x: tokens in steps of blockDim.y, y: columns in steps of 4 blockDim.x", (),        \
+        NAME, "x: tokens in steps of blockDim.y, y: columns in steps of 4 or 16 blockDim.x", (),  \
         extern "C" __global__ void __launch_bounds__(kThreads) NAME(                              \
             T* out, int* flag, const void* ids, const T* weight, const T* position_weight,        \
             const void* positions, int64_t out_stride, int64_t ids_stride, int64_t weight_stride, \

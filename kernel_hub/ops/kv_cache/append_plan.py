@@ -28,7 +28,24 @@ def _choose(width: int, num_heads: int, num_kv_heads: int, tokens: int) -> tuple
     if q_threads + kv_threads > room:
         q_threads, kv_threads = (room - 1, 1) if num_heads else (0, room)
     block_tokens = 1 if tokens <= 512 else 96 // (width * (q_threads + kv_threads))
-    return q_threads, kv_threads, min(max(1, block_tokens), 64)
+    chosen = q_threads, kv_threads, min(max(1, block_tokens), 64)
+    lanes = 32 * -(-width * (q_threads + kv_threads) * chosen[2] // 32)
+    if tokens > 512 and rounds == 2 and 5 * pairs * width * chosen[2] < 4 * rounds * lanes:
+        return _choose_whole(width, num_heads, num_kv_heads) or chosen
+    return chosen
+
+
+def _choose_whole(width: int, num_heads: int, num_kv_heads: int) -> tuple[int, int, int] | None:
+    """Likewise, of at most five whole warps in which few threads have nothing; the most that do."""
+    pairs, best = -(-num_heads // 2) + num_kv_heads, (0.8, 0, 0, 0)
+    for rounds in (2, 3, 4):
+        q_threads, kv_threads = -(-num_heads // (2 * rounds)), -(-num_kv_heads // rounds)
+        threads = width * (q_threads + kv_threads)
+        tokens = 32 // math.gcd(32, threads)
+        found = (pairs / (rounds * (q_threads + kv_threads)), q_threads, kv_threads, tokens)
+        if tokens * threads <= 160 and found[0] > best[0]:
+            best = found
+    return best[1:] if best[1] + best[2] else None
 
 
 def _strides(tensor: Any) -> tuple[int, int, int]:

@@ -17,6 +17,8 @@ _operands = common.Operands(_OP, "rows row_id_map weights", "residual out")
 _writes = common.Writes(_OP, "out rows row_id_map weights residual", "out", "out=residual")
 _THREADS = (128, 64, 32)  # of a block
 _GROUP_UNITS = 2**31 - 128  # vectors of a group of tokens: of whole blocks fewer than 2^31
+_AT_ONCE = 1024  # elements of a multiprocessor that a thread each takes, where no vectors fit
+_RUN = 256  # columns of a warp, else
 
 
 def moe_combine(
@@ -92,6 +94,13 @@ def _rows_at_once(k: int) -> int:
     return max(2, min(8, k + k % 2))
 
 
+def _element_units(tokens: int, hidden_size: int, num_sms: int) -> int:
+    """Threads of a token by the element: one each of few, else whole warps."""
+    if tokens * hidden_size <= _AT_ONCE * num_sms:
+        return hidden_size
+    return 32 * -(-hidden_size // _RUN)
+
+
 def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) -> Launch:
     """Choose the kernel, its launch shape and its integer parameters, for checked arguments."""
     (tokens, k), (num_rows, hidden_size) = row_id_map.shape, rows.shape
@@ -103,7 +112,7 @@ def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) ->
     elems = common.VEC_BYTES // rows.element_size()
     is_vec = not low_bits and common.is_aligned(elems, hidden_size, *strides)
     gpu = device_of(rows.device)
-    row_units = hidden_size // elems if is_vec else hidden_size
+    row_units = hidden_size // elems if is_vec else _element_units(tokens, hidden_size, gpu.num_sms)
     group = max(1, min(tokens, _GROUP_UNITS // row_units))
     groups, units = -(-tokens // group), group * row_units
     if groups > common.MAX_GRID_Y:
@@ -113,7 +122,7 @@ def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) ->
     grid = (-(-units // threads), groups, 1)
     variant = f"vec{_rows_at_once(k)}" if is_vec else "scalar"
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[rows.dtype]}_{variant}")
-    numbers = (*strides, tokens, group, k, num_rows, row_units)
+    numbers = (*strides, tokens, group, k, num_rows, row_units, hidden_size)
     return Launch(function, grid, (threads, 1, 1), numbers=numbers, options=gpu.following)
 
 

@@ -221,10 +221,12 @@ class Gated:
             return Launch(function, grid, block, numbers=numbers, options=how)
         gpu = device_of(x.device)
         is_whole, numel = x.is_contiguous() and out.is_contiguous(), out.numel()
-        fits = numel % elems == 0 and numel <= common.MAX_SIZE
-        if self.parts == 1 and is_whole and fits and not low_bits:
+        if self.parts == 1 and is_whole and numel <= common.MAX_SIZE:
             # Where rows end makes no difference.
             rows, outer, size = 1, 1, numel
+            is_scalar = bool(low_bits) or numel % elems != 0
+            numbers = (*strides, rows, size)
+        if self.parts == 1 and rows * outer == 1 and not is_scalar:
             variant, threads = "vec", threads_of_whole(numel // elems, gpu.num_sms)
             span = threads * elems
         else:

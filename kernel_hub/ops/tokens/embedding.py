@@ -14,7 +14,8 @@ from ..core.launch import GIVEN, Launch, Plans, call_first
 _OP = "embedding"
 _INDICES = (torch.int32, torch.int64)
 _THREADS, _AHEAD = 256, 4  # of csrc/tokens/embedding.cu
-_FEW_TOKENS = 256
+_ELEMENTS_AHEAD, _LONG = 16, 512  # where no vectors fit, of rows of so many
+_FEW_TOKENS, _FEW_ACCESSES = 256, 1 << 18
 
 
 class EmbeddingGiven(NamedTuple):
@@ -166,12 +167,13 @@ def _new(ids: Any, weight: Any, *_: Any) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _choose(units: int, tokens: int) -> tuple[int, int, int]:
+def _choose(units: int, tokens: int, is_vec: bool = True) -> tuple[int, int, int]:
     """(threads along a row, tokens a block, blocks along a row) for rows of `units` accesses.
 
     Not yet measured (docs/notes/embedding.md): few tokens want every access to be a thread's.
     """
-    ahead = 1 if tokens <= _FEW_TOKENS else _AHEAD
+    is_few = tokens <= _FEW_TOKENS and tokens * units <= _FEW_ACCESSES
+    ahead = 1 if is_few else _AHEAD if is_vec or units < _LONG else _ELEMENTS_AHEAD
     width = -(-units // ahead)
     if width > 32:
         width = min(_THREADS, -(-width // 32) * 32)
@@ -193,7 +195,9 @@ def _plan(given: EmbeddingGiven, out: Any, low_bits: int) -> Launch:
         position_stride = position_weight.stride(0) if max_position > 1 else 0
     elems = common.VEC_BYTES // weight.element_size()
     is_vec = not low_bits and common.is_aligned(elems, hidden_size, *strides, position_stride)
-    width, block_tokens, blocks = _choose(hidden_size // elems if is_vec else hidden_size, tokens)
+    width, block_tokens, blocks = _choose(
+        hidden_size // elems if is_vec else hidden_size, tokens, is_vec
+    )
     if blocks > common.MAX_GRID_Y:
         most = common.MAX_GRID_Y * _THREADS
         raise common.refuse(_OP, "weight", f"at most {most} elements of a row", weight)

@@ -137,6 +137,26 @@ def test_what_is_chosen_for_many_rows(
         check_quantised(norm, found, x, **options)
 
 
+@pytest.mark.parametrize("vecs", [40, 100, 160, 500])
+@pytest.mark.parametrize("kind", [None, E4M3], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_rows_far_from_zero(
+    way: Way, dtype: torch.dtype, kind: Any, vecs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both sums at once have lost the variance of such rows: beside near ones, and alone.
+    choose, hidden = plans.choose_joined, 16 // dtype.itemsize * vecs
+    monkeypatch.setattr(plans, "choose_joined", lambda vecs, _, *how: choose(vecs, 9000, *how))
+    means = torch.tensor([0.0, 0.8, -3.0, 30.0, 1000.0], device=way.device)[:, None]
+    x = (way.randn(5, hidden) + means).to(dtype)
+    x[1, 0] = 200.0
+    options = {"weight": way.randn(hidden, seed=1), "bias": way.randn(hidden, seed=2), "eps": 1e-5}
+    found = layer_norm(x, **options, out_dtype=kind)
+    if kind is None:
+        check_norm(NORMS[0], found, x, **options)
+    else:
+        check_quantised(NORMS[0], found, x, **options)
+
+
 def test_shapes_of_joined_norms() -> None:
     """A vector a thread where all rows run at once or a residual is read, else four."""
 

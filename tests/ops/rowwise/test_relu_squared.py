@@ -36,12 +36,14 @@ def test_nan_inf_and_large_values(way: Way, dtype: torch.dtype, gate: Gate) -> N
 
 @each_dtype
 def test_odd_rows_as_a_whole(way: Way, dtype: torch.dtype, gate: Gate) -> None:
-    """Contiguous rows that are no whole vectors, but all together are."""
-    for rows, size in ((8, 127), (16, 3), (40, 1001)) if way.is_gpu else ((8, 127), (16, 3)):
+    """Contiguous rows that are no whole vectors; all together they are, or by the element."""
+    sizes = [(8, 127), (16, 3), (5, 7), (77, 3)]
+    for rows, size in [*sizes, (40, 1001), (3001, 177)] if way.is_gpu else sizes:
         x = way.randn(rows, size, dtype=dtype)
         out = Guarded((rows, size), dtype, way.device)
         gate(x, out=out.tensor)
         out.check()
         gate.check(out.tensor, x)
         plan = GATED.plan(x, (), out.tensor, None, 0)
-        assert plan.function.name.endswith("_flat") and plan.grid[1:] == (1, 1)
+        variant = "_scalar" if rows * size % 2 else "_flat"
+        assert plan.function.name.endswith(variant) and plan.grid[1:] == (1, 1)

@@ -18,7 +18,9 @@ from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 INDICES = [torch.int32, torch.int64]
-SIZES = [(1, 1), (3, 7), (5, 8), (2, 64), (300, 40), (7, 1032), (1, 2056), (270, 264)]
+SIZES = [
+    (1, 1), (3, 7), (5, 8), (2, 64), (300, 40), (7, 1032), (1, 2056), (270, 264), (257, 525),
+]  # fmt: skip
 
 
 def draw_ids(
