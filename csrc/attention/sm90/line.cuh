@@ -2,7 +2,8 @@
 //
 // A tile is packing.tokens tokens of packing.heads heads of a group. Of what it sees, a unit is
 //   in shares: kBlockN keys; each block takes a stretch of the line, all of them equally long;
-//   in parts:  an equal part, of `longest` blocks of keys at most; a block takes one of them;
+//   in parts:  an equal part, of `longest` blocks of keys at most; a block takes one of them, or
+//              where there are more of them draws the next, as in turn;
 //   in turn:   all that it sees, or where lengths are on the device parts of no more than a share,
 //              the longest first; a block takes one of each round, or where lengths or what tiles
 //              see of them differ draws the next (Parameters::tile_counter), so that those that run
@@ -237,9 +238,9 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
     if (has_lengths && longest != 1 && longest != Packing::kAsTheyCome) {
         const int share = find_share(p, line, tiles, blocks);
         if (longest > 1) {
-            const int parts = C::kHasParts ? max(1, parts_of(blocks, share)) : 1;
+            longest = C::kHasParts ? min(longest, share) : longest;
+            const int parts = C::kHasParts ? max(1, parts_of(blocks, longest)) : 1;
             rank = find_rank(p, line, (blocks + parts - 1) / parts);
-            longest = C::kHasParts ? share : longest;
         } else if (C::kHasParts) {
             const bool is_coarse = -longest >= Line::kTried;
             const int most = -longest % Line::kTried;
@@ -299,8 +300,9 @@ struct Walker {
         : p(p_), line(line_), longest(line_.longest) {
         units = has_device_lengths(p) ? line.begin[p.batch_size] : line.begin[0] * p.batch_size;
         share = share_of(p, longest, units, gridDim.x);
-        is_drawn = (has_device_lengths(p) || p.packing.together > 1) &&
-                   p.packing.longest > Packing::kAsTheyCome && units > static_cast<int>(gridDim.x);
+        is_drawn = (has_device_lengths(p) || p.packing.together != 1) && p.packing.longest > 1 &&
+                   p.packing.longest != Packing::kAsTheyCome &&
+                   units > static_cast<int>(gridDim.x);
         first = 0;
         place = blockIdx.x;
         at = place * share;

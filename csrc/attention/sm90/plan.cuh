@@ -100,13 +100,14 @@ struct Packing {
     // the device decide: parts, if they are no more than -longest steps longer than shares, and no
     // more of them than half of what those have above least_blocks; a step is one, and one more
     // for each kStep of a share, or kCoarseStep with Line::kTried steps more than that. More than
-    // 1, but for kAsTheyCome, is a share where lengths are on the device, and the sequences are
-    // sorted.
+    // 1, but for kAsTheyCome, is a share at most where lengths are on the device, and the sequences
+    // are sorted.
     int longest;
     float* partials;  // of each block, kSlots pieces
     int* line;        // where each sequence begins in the line, its end, `longest` as found
     // Whole tiles of sequences of one length: so many (sequence, kv head) pairs run through their
-    // tiles together, the last ones of all of them first; 1: pair by pair.
+    // tiles together, the last ones of all of them first; 1: pair by pair; 0: the same, and blocks
+    // draw what they take next.
     int together = 1;
     // The merge's: ceil(2^32 / (keys of a block / 16)), exact for blocks of up to 256.
     uint32_t reciprocal_n = 0;

@@ -7,7 +7,6 @@ the kernels of csrc/attention/flash_attention_split_sm90.cu.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import split_costs as costs
+from .packed_tile import BODIES, CUBIN, MAX_BLOCKS, Body, merge_name
 from .problem import (
     Problem,
     lse_strides_of,
@@ -25,7 +25,8 @@ from .problem import (
     strides_of,
     tensor_map,
 )
-from .tile_costs import is_surely_in_turn, pairs_together
+from .tile_costs import chunk_parts, is_surely_in_turn, pairs_together
+from .tile_costs import prompt_parts as prompt_parts_us
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
@@ -33,14 +34,14 @@ choice: bool | None = None
 cuts_tiles: bool | None = None
 # Whether shares may be parts. For tests.
 has_parts = True
+# Parts that blocks draw, of the longest tile: None where it is faster, 0: shares. For tests.
+prompt_parts: int | None = None
 
-CUBIN = "flash_attention_split_sm90"
 NUM_COUNTERS = 2  # the next unit that is drawn, blocks that are done
 _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has on their way
 _MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
 _MAX_BATCH = 256  # Line::kMost
 _MAX_HEADS = 1 << 15
-_MAX_SMS = 256  # and blocks: merge.cuh holds two pieces of each of a tile's chunks
 _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
 # Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
@@ -49,6 +50,10 @@ _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
 _FEW_ROWS_WIDTH, _FEW_ROWS_LONGEST = 128, 8192
 _SHORT_BLOCKS = 3  # of keys: to sort such tiles takes longer than it saves
 _HARDLY_MORE, _SURELY = 1.15, 0.93  # rounds of prompts; shares of those whose tiles are few
+_NEARLY, _SHORT_CHUNK = 1.025, 256  # of caches that differ; queries whose heads share no keys
+# Parts that blocks draw: of more queries than a step's, by blocks so many tiles; floats of pieces.
+_STEP, _FEWEST_TILES, _MOST_FLOATS = 16, 0.3, 25 << 20
+_CHUNK_PARTS, _SURELY_PARTS, _CHUNK_PIECES = (2, 3, 4, 5, 7), 0.97, 1.2
 _DEALT_ROUNDS = 1.6  # of tiles that differ: the first have the shortest next
 
 
@@ -63,38 +68,6 @@ class Packed(NamedTuple):
     merge: Launch | None  # None: nothing is left to it
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """One compiled tile shape: `{CUBIN}_{dtype}_hdim{head_dim}_{mask}{suffix}`."""
-
-    mask: str
-    head_dim: int
-    suffix: str = ""
-
-    @property
-    def has_few_rows(self) -> bool:
-        """Whether two blocks run on a multiprocessor."""
-        return self.suffix == "_rows64"
-
-    @property
-    def stated(self) -> Stated:
-        """Threads, shared memory, block_m (rows) and block_n (keys) of a tile."""
-        return launch_facts(CUBIN, self.name(torch.bfloat16))
-
-    def name(self, dtype: torch.dtype) -> str:
-        """The function's name."""
-        token = common.DTYPE_TOKENS[dtype]
-        return f"{CUBIN}_{token}_hdim{self.head_dim}_{self.mask}{self.suffix}"
-
-
-BODIES = (
-    *(Body("causal", width) for width in (64, 96, 128, 192, 256)),
-    *(Body("causal", width, "_rows192") for width in (64, 96)),
-    Body("causal", 128, "_rows64"),
-    *(Body("window", width) for width in (64, 128, 256)),
-)
-
-
 class Way(NamedTuple):
     """A kernel for a problem; about how long it takes in shares or parts, and in tiles in turn."""
 
@@ -102,6 +75,7 @@ class Way(NamedTuple):
     tile: costs.PackedTile
     shares_us: float
     tiles_us: float
+    parts: int = 0  # of the longest tile, which blocks draw; 0: shares
 
     @property
     def is_cut(self) -> bool:
@@ -112,11 +86,6 @@ class Way(NamedTuple):
     def us(self) -> float:
         """About how long it takes."""
         return self.shares_us if self.is_cut else self.tiles_us
-
-
-def merge_name(dtype: torch.dtype, scan: int = 1) -> str:
-    """The second kernel, of all bodies; scan: not 1 where most tiles are written already."""
-    return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_merge" + "_left" * (scan != 1)
 
 
 def bodies_of(problem: Problem) -> list[Body]:
@@ -146,7 +115,7 @@ def can_take(problem: Problem) -> bool:
     return (
         (batch_size <= _MAX_BATCH or not problem.has_lengths)
         and num_heads < _MAX_HEADS
-        and device.num_sms <= _MAX_SMS
+        and device.num_sms <= MAX_BLOCKS
         and min(batch_size, seqlen_q, seqlen_k) > 0
         and units <= _MAX_UNITS
     )
@@ -170,6 +139,10 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
         every = (costs.whole_prompts_us(x, width, block_m, block_n, num_sms) for x in sizes)
         return best_way(problem, block_m).us < mean_of(every)
     surely = _SURELY if _prompt_rounds(problem, block_m) > 1 else 1.0
+    known = costs.sizes_of(problem)[0]
+    is_short = known.seqlen_q <= _SHORT_CHUNK or known.num_heads > known.num_kv_heads
+    if known.has_lengths and known.is_ragged and costs.is_chunk(known) and is_short:
+        surely = _NEARLY
     return best_way(problem).us < surely * mean_of(whole_us(problem, whole, width))
 
 
@@ -209,11 +182,6 @@ def _tile(problem: Problem, body: Body) -> costs.PackedTile:
     return costs.PackedTile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
 
 
-def _places(tile: costs.PackedTile, num_sms: int) -> int:
-    """How many blocks run at once."""
-    return min(_MAX_SMS, num_sms * tile.places)
-
-
 def best_way(problem: Problem, whole_rows: int = 0) -> Way:
     """The fastest, by their costs; whole_rows: of the tiles that a prompt would have elsewhere."""
     num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
@@ -223,18 +191,45 @@ def best_way(problem: Problem, whole_rows: int = 0) -> Way:
         tile = _tile(problem, body)
         if is_surely_in_turn(problem, tile, sizes[0]):
             return Way(body, tile, math.inf, 0.0)
-        places, shares = _places(tile, num_sms), math.inf
+        places, shares, parts = tile.blocks_at_once(num_sms), math.inf, 0
         if not is_packed:
             shares = mean_of(costs.split_us(each, tile, places) for each in sizes)
+        if body.mask == "causal" and not (body.has_few_rows or is_short):
+            parts_us, most = prompt_parts_us(sizes[0], tile, places)
+            if prompt_parts is not None:
+                parts_us, most = shares, prompt_parts
+            if most > 0:
+                shares, parts = parts_us, most
+            elif len(sizes) == 1 and prompt_parts is None:
+                shares, parts = min((shares, 0), _chunk_parts(sizes[0], tile, places))
         if is_packed or is_short:
             tiles = mean_of(costs.packed_prompts_us(x, tile, whole_rows, num_sms) for x in sizes)
-            ways.append(Way(body, tile, shares / _SURELY, tiles))
+            ways.append(Way(body, tile, shares / _SURELY, tiles, parts))
             continue
         tiles = math.inf  # whole prompts': forward_sm90 knows the order
         if not sizes[0].is_prompt:
             tiles = mean_of(costs.tiles_us(each, tile, places) for each in sizes)
-        ways.append(Way(body, tile, shares, tiles))
+        ways.append(Way(body, tile, shares, tiles, parts))
     return min(ways, key=lambda way: way.us)
+
+
+def _chunk_parts(sizes: costs.Sizes, tile: costs.PackedTile, places: int) -> tuple[float, int]:
+    """(about how long few queries take in parts that blocks draw, of how many the longest tile is),
+    a little more than that: others are surer."""
+    found = math.inf, 0
+    is_open = sizes.window_left < 0 and not (sizes.is_varlen or sizes.has_softcap)
+    if not is_open or not costs.is_chunk(sizes) or sizes.seqlen_q <= _STEP:
+        return found
+    _, tokens, tiles = tile.pack(sizes.seqlen_q, sizes.num_heads // sizes.num_kv_heads)
+    tiles *= sizes.batch_size * sizes.num_kv_heads
+    blocks = costs.blocks_seen(sizes, tokens, tile.block_n)
+    for parts in _CHUNK_PARTS if tiles > _FEWEST_TILES * places else ():
+        if tiles * parts * tile.block_m * tile.width <= _MOST_FLOATS:
+            work, rounds = chunk_parts(sizes, tile, places, parts, blocks)
+            work_us = costs.read_us(sizes, tile, work)
+            us = work_us + _CHUNK_PIECES * min(3.0, rounds) * tile.pieces_us
+            found = min(found, (us / _SURELY_PARTS, parts))
+    return found
 
 
 def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: bool) -> int:
@@ -249,7 +244,7 @@ def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: i
     """Packing::longest: parts of tiles, one a block or a few, where they are hardly longer than
     shares or read less."""
     sizes = costs.sizes_of(problem)[0]
-    places = _places(tile, device_of(problem.q.device).num_sms)
+    places = tile.blocks_at_once(device_of(problem.q.device).num_sms)
     if not has_parts or problem.softcap != 0:
         return _SHARES
     if problem.has_lengths:
@@ -273,14 +268,14 @@ def plan(
     seqlen_q, seqlen_k = problem.seqlens
     left, right = problem.window
     way = best_way(problem, whole_rows)
-    body, tile, is_cut = way.body, way.tile, way.is_cut
+    body, tile, is_cut, parts = way.body, way.tile, way.is_cut, way.is_cut * way.parts
     stated, block_m, block_n = body.stated, tile.block_m, tile.block_n
     heads, tokens, tiles = tile.pack(seqlen_q, group)
     tiles *= problem.batch_size * num_kv_heads
     num_sms = device_of(q.device).num_sms
     team = 1
     least_blocks = costs.LEAST_BLOCKS
-    most_blocks = _places(tile, num_sms)
+    most_blocks = tile.blocks_at_once(num_sms)
     num_blocks = min(most_blocks, tiles)
     sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
     seen = costs.blocks_seen(sizes, tokens, block_n)
@@ -292,6 +287,10 @@ def plan(
         num_blocks = min(most_blocks, -(-tiles * (seen + 1) // least_blocks))
         share = costs.share_of(tiles * seen, num_blocks)
         longest = _longest(problem, tile, tiles, num_blocks)
+        together = 1
+        if parts > 0:
+            longest = max(2, -(-seen // parts))
+            share, together = min(share, longest), 0
     # Warps of the merge for a tile: for each 16 of its rows and 32 columns, or a team of them where
     # it has many pieces, as long as all run at a time.
     strips = -(-heads * min(tokens, seqlen_q) // 16)
@@ -308,7 +307,7 @@ def plan(
     merge_blocks = -(-tiles * warps // _MERGE_WARPS)
     scan = 1
     if team == 1:
-        scan = _scan(tiles, merge_blocks, num_blocks, num_sms, is_cut)
+        scan = 1 if parts else _scan(tiles, merge_blocks, num_blocks, num_sms, is_cut)
     scans = -(-tiles // scan)
     if not is_cut and problem.has_lengths:  # it lists those that it takes
         most = _MERGES_AN_SM * num_sms * _MERGE_WARPS
@@ -326,7 +325,7 @@ def plan(
     tables = problem.cu_seqlens_k, table, problem.cache_seqlens
     numbers = (
         *places, 0 if table is None else table.stride(0), *common_numbers,
-        1 if is_cut else together,
+        together,
         k.shape[0],  # where paged: pages
         page_size, box_rows, int(any(each is not None for each in tables)), problem.sink_type,
         *problem.exponents, *problem.small_scores,
@@ -350,7 +349,8 @@ def plan(
         merge = None
     is_mixed = longest == _SORTED and problem.has_lengths and body.mask == "causal"
     has_pieces = is_cut or is_mixed
-    floats = num_blocks * costs.SLOTS * block_m * (body.head_dim + 2) if has_pieces else 0
+    pieces = max(num_blocks * costs.SLOTS, tiles * parts) if has_pieces else 0
+    floats = pieces * block_m * (body.head_dim + 2)
     ints = problem.batch_size + 2 if problem.has_lengths else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))

@@ -1,8 +1,18 @@
-"""Tiles of Hopper's kernels in shares: how heads and tokens fill their rows, and what they cost."""
+"""Tiles of Hopper's kernels in shares: which there are, how heads and tokens fill their rows, and
+what they cost."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+
+from ..core import common
+from ..core.device import Stated, launch_facts
+
+CUBIN = "flash_attention_split_sm90"
+MAX_BLOCKS = 256  # merge.cuh holds two pieces of each of a tile's chunks
 
 # Of a multiprocessor, by width and rows, and how much more of its part a block of few rows does
 # where it has one alone.
@@ -16,6 +26,43 @@ _NEARLY = 1.04
 _FEW_ROWS, _PLACES = 64, 2  # rows of a tile of which a multiprocessor has so many
 # Pieces of 128 rows and columns, one from each multiprocessor, out, in again and merged.
 _PIECES_US = 2.9
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One compiled tile shape: `{CUBIN}_{dtype}_hdim{head_dim}_{mask}{suffix}`."""
+
+    mask: str
+    head_dim: int
+    suffix: str = ""
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether two blocks run on a multiprocessor."""
+        return self.suffix == "_rows64"
+
+    @property
+    def stated(self) -> Stated:
+        """Threads, shared memory, block_m (rows) and block_n (keys) of a tile."""
+        return launch_facts(CUBIN, self.name(torch.bfloat16))
+
+    def name(self, dtype: torch.dtype) -> str:
+        """The function's name."""
+        token = common.DTYPE_TOKENS[dtype]
+        return f"{CUBIN}_{token}_hdim{self.head_dim}_{self.mask}{self.suffix}"
+
+
+BODIES = (
+    *(Body("causal", width) for width in (64, 96, 128, 192, 256)),
+    *(Body("causal", width, "_rows192") for width in (64, 96)),
+    Body("causal", 128, "_rows64"),
+    *(Body("window", width) for width in (64, 128, 256)),
+)
+
+
+def merge_name(dtype: torch.dtype, scan: int = 1) -> str:
+    """The second kernel, of all bodies; scan: not 1 where most tiles are written already."""
+    return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_merge" + "_left" * (scan != 1)
 
 
 class PackedTile(NamedTuple):
@@ -43,6 +90,10 @@ class PackedTile(NamedTuple):
     def places(self) -> int:
         """How many blocks run on a multiprocessor."""
         return _PLACES if self.block_m == _FEW_ROWS else 1
+
+    def blocks_at_once(self, num_sms: int) -> int:
+        """How many run at once on so many of those."""
+        return min(MAX_BLOCKS, num_sms * self.places)
 
     @property
     def ends(self) -> float:

@@ -14,7 +14,7 @@ from .tile_costs import Prompt, blocks_of, is_short_causal, short_causal_us
 __all__ = [
     "COARSE_STEP", "LEAST_BLOCKS", "MOST_LONGER", "SLOTS", "STEP", "PackedTile", "Sizes",
     "blocks_seen", "has_parts", "is_chunk", "is_short_causal", "key_bytes", "longest_part",
-    "packed_prompts_us", "share_of", "sizes_of", "split_us", "tiles_us", "wants_parts",
+    "packed_prompts_us", "read_us", "share_of", "sizes_of", "split_us", "tiles_us", "wants_parts",
     "whole_prompts_us", "whole_us",
 ]  # fmt: skip
 
@@ -58,14 +58,14 @@ _APART = 0.12  # shares of many tiles are so much slower
 _LATE, _FEW_LATE, _FEW_ROUNDS = 0.34, 0.44, 1.6
 _LONGEST = 1.1  # whole tiles of caches that differ, by the longest: whatever others are
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
-# Of prompts: what is left of a tile's beginning and end in whole tiles; of the longest
-# what the mean tile sees more than the mean; in turn where they are surely faster.
-_QUICK, _LONGER, _SURELY, _HARDLY = 0.6, 0.34, 0.97, 0.99
-_SHORT = 4  # stretches more in the share with the shortest tiles
+# Of prompts: what is left of a tile's beginning and end in whole tiles; what the mean tile sees
+# more, of the longest; where in turn is surely faster. Stretches more where tiles are shortest.
+_QUICK, _LONGER, _SURELY, _HARDLY, _SHORT = 0.6, 0.34, 0.97, 0.99, 4
+# Of whole tiles, of which not every multiprocessor has one; with lengths of caches.
+_PROMPT, _PROMPT_MORE_US = 0.92, (-1.7, 1.5)
 # Of prompts that `_sees_few` says: their tokens, without a window; a launch; a tile, and what 128
 # columns of it add, whole and of packed heads in turn.
 _FEW_TOKENS = 1280
-_PROMPT, _PROMPT_LESS_US = 0.92, 1.7  # of whole tiles, of which not every multiprocessor has one
 _FEW_START_US, _FEW_TILE_US, _FEW_TURN_US = 6.7, (0.6, 1.5), (0.9, 2.1)
 
 
@@ -89,9 +89,7 @@ def longer_of(share: int, is_coarse: bool = False) -> int:
     return steps * (1 + share // (COARSE_STEP if is_coarse else STEP))
 
 
-def has_parts(
-    sizes: Sizes, tiles: int, num_blocks: int, block_n: int, rounds: int = 1
-) -> bool:  # fmt: skip
+def has_parts(sizes: Sizes, tiles: int, num_blocks: int, block_n: int, rounds: int = 1) -> bool:
     """Whether tiles may be cut into parts, so many a block."""
     is_long = sizes.seqlen_k > _LONG_BLOCKS * block_n
     if sizes.window_left >= 0:
@@ -117,6 +115,11 @@ def _all_bytes(sizes: Sizes) -> float:
 def _both(products_us: float, bytes_us: float) -> float:
     """Of what runs side by side: longer than either where they are about as long."""
     return (products_us**4 + bytes_us**4) ** 0.25
+
+
+def read_us(sizes: Sizes, tile: PackedTile, work: float) -> float:
+    """Of products beside what is read for them, from the launch on."""
+    return _begin_us(sizes) + _both(work, _all_bytes(sizes) / _rate(sizes, tile))
 
 
 def _tile_us(width: int) -> float:
@@ -174,10 +177,11 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
         sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
     num_bytes = _all_bytes(sizes)
-    if tiles > num_sms and not sizes.has_lengths:
+    if tiles > num_sms and sizes.is_prompt and not sizes.has_lengths:
         num_bytes += _read_again(sizes, -(-sizes.seqlen_q // block_m))
     us = _START_US + _both(work, num_bytes / sizes.bytes_a_us)
-    return _PROMPT * us - _PROMPT_LESS_US if sizes.is_prompt else us
+    has_caches = sizes.has_lengths and not (sizes.is_varlen or sizes.is_ragged)
+    return _PROMPT * us + _PROMPT_MORE_US[has_caches] if sizes.is_prompt else us
 
 
 def _read_again(sizes: Sizes, tiles: int) -> float:
@@ -206,9 +210,7 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     return _begin_us(sizes) + tile.in_turn * work + pieces * tile.pieces_us
 
 
-def whole_prompts_us(
-    sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int
-) -> float:  # fmt: skip
+def whole_prompts_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
     """forward_sm90's, of prompts that have tiles for all multiprocessors."""
     tiles = _parts(sizes, block_m) * sizes.batch_size * sizes.num_heads
     unit_us = _whole_unit_us(sizes, width, block_m, block_n)
@@ -221,9 +223,7 @@ def whole_prompts_us(
     return _PROMPT_START_US + _prompts_us(sizes, tiles, unit_us, begin_us, block_n, num_sms)
 
 
-def packed_prompts_us(
-    sizes: Sizes, tile: PackedTile, whole_rows: int, num_sms: int
-) -> float:  # fmt: skip
+def packed_prompts_us(sizes: Sizes, tile: PackedTile, whole_rows: int, num_sms: int) -> float:
     """The same in turn, of packed heads or more rows than whole_rows, which forward_sm90's tiles
     have; infinite where they would be those, or it knows a better order."""
     group = sizes.num_heads // sizes.num_kv_heads
@@ -318,7 +318,7 @@ def _again(sizes: Sizes, tile: PackedTile, tiles: int, seen: float, share: int) 
         chunk = rest if 2 * rest >= share else (share + rest) / 2
         moved = chunk / seen if 2 * rest >= share else 2 * chunk / seen
         apart = min(share % chunk, -share % chunk)
-        return moved * _missed(apart / near) * (tiles_a_head - 1) * every
+        return moved * _missed(apart / near) * (tiles_a_head - 1) * (every - _L2_BYTES)
     blocks_a_head = tiles_a_head / tiles_a_share
     at_a_time = min(1.0, tiles / tiles_a_share / max(1.0, blocks_a_head) / num_heads)
     held = min(1.0, _L2_BYTES / (at_a_time * every))

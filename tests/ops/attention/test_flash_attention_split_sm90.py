@@ -78,6 +78,7 @@ def test_drawn_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, inde
     monkeypatch.setattr(SPLIT, "cuts_tiles", generator.choice((True, True, False)))
     force_rows(monkeypatch, generator.choice((FEW_ROWS, 128, 192)))
     monkeypatch.setattr(SPLIT, "has_parts", generator.choice((True, True, False)))
+    monkeypatch.setattr(SPLIT, "prompt_parts", generator.choice((None, None, 2, 3, 7)))
     with hopper_attention(monkeypatch, generator.choice((1, 2, 3, 7, 13, 61))):
         run(random_split_case(generator, EMULATED), "cpu")
     assert pieces
@@ -177,6 +178,29 @@ def test_prompts_run_together_in_turn(
     assert (longest > 1 << 29) == (num_sms == 7) and found == (together or 10)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "cache", "paged"])
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_prompts_in_parts_that_are_drawn(
+    pieces: list[int], monkeypatch: pytest.MonkeyPatch, layout: str, parts: int
+) -> None:
+    """More of them than places for pieces of shares; those that see no keys are passed over."""
+    monkeypatch.setattr(SPLIT, "cuts_tiles", True)
+    monkeypatch.setattr(SPLIT, "prompt_parts", parts)
+    force_rows(monkeypatch, 128)
+    planned = taken(monkeypatch, SPLIT, lambda planned, *_: (planned.numbers, planned.maps.floats))
+    lengths = (700, 700, 700) if layout == "bhsd" else (700, 701, 903)
+    case = Case(
+        num_heads=4, num_kv_heads=2, head_dim=96, causal=True, layout=layout, page_size=64,
+        lengths_q=(700,) * 3, lengths_k=lengths, return_lse=True, twice=True, sinks="fp32",
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 7):
+        run(case, "cpu")
+    numbers, floats = planned[0]
+    width, tiles = -(-numbers[11] // 128), 3 * 2 * 11
+    assert numbers[20:22] == (max(2, -(-width // parts)), 0)
+    assert floats == tiles * parts * 128 * 98 > 3 * 7 * 128 * 98 and pieces
+
+
 @pytest.mark.parametrize("is_cut", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_merges_that_look_at_many_tiles(
@@ -184,6 +208,7 @@ def test_merges_that_look_at_many_tiles(
 ) -> None:
     """Of most tiles nothing is left to do; some have pieces, some see no keys."""
     monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
+    monkeypatch.setattr(SPLIT, "prompt_parts", 0)
     scans = taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.maps.merge.numbers[-6]))
     lengths_k = tuple(0 if i % 7 == 3 else 90 + 40 * i for i in range(19))
     case = Case(
@@ -248,6 +273,7 @@ def test_groups(
 @pytest.mark.parametrize("index", range(DRAWN))
 def test_drawn(forced: list[str], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     monkeypatch.setattr(SPLIT, "cuts_tiles", (None, True, False)[index % 3])
+    monkeypatch.setattr(SPLIT, "prompt_parts", (None, 2, 5, None)[index % 4])
     run(random_split_case(random.Random(index)), "cuda")
     assert forced
 

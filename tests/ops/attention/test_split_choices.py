@@ -103,6 +103,15 @@ EXPECTED = [
     Choice("shares", 1, 887, 887, (1, 1), 256, 256),
     Choice("shares", 1, 2770, 2770, (2, 2), 192, 32),
 ]
+# us: whole tiles, tiles in turn, shares, parts that blocks draw.
+PARTS = [
+    Choice("shares", 1, 5989, 5989, (1, 1), 256, 256),  # 117, 121, 59.3, 46.2
+    Choice("shares", 1, 2912, 3035, (4, 1), 256, 64),  # 65.0, 68.1, 69.0, 50.1
+    Choice("shares", 3, 2624, 2624, (1, 1), 256, 32),  # 56.3, 60.4, 43.6, 35.1
+    Choice("shares", 2, 1255, 1255, (4, 4), 80, 32),  # 25.0, 22.8, 21.9, 18.3
+    Choice("shares", 53, 192, 9011, (4, 2), has_lengths=False),  # 423, 328, 368, 303
+    Choice("shares", 64, 561, 17_408, (1, 1), 256, has_lengths=False),  # 1116, 1124, 1318, 1003
+]
 # us: decode_attention's own, shares, tiles in turn.
 STEPS = [
     Choice("tiles", 132, 16, 5952, (64, 4), 64),  # 1042, 595, 468
@@ -221,6 +230,12 @@ def test_attention_takes(choice: Choice | Prompts) -> None:
 def test_caches_take_parts_where_shares_read_again(choice: Choice) -> None:
     with pretend(PlannedGpu((9, 0), SMS, peak_bytes_a_us=3.35e6)):
         test_attention_takes(choice)
+
+
+@pytest.mark.parametrize("choice", PARTS, ids=str)
+def test_tiles_are_cut_into_parts_that_blocks_draw(choice: Choice) -> None:
+    test_attention_takes(choice)
+    assert SPLIT.best_way(choice.problem).parts > 1
 
 
 @pytest.mark.parametrize("choice", STEPS, ids=str)

@@ -140,6 +140,9 @@ def test_sequences_that_are_alike_run_together() -> None:
         problem = prompts(batch_size, seqlen, (8, 2))._replace(cache_seqlens=table)
         assert COSTS.heads_a_group(problem, seqlen) == 8 * sequences
     # A chunk over more than the L2 holds: its tiles side by side read it once.
+    long = torch.empty(64, 20_580, 2, 128, dtype=torch.bfloat16, device="meta")
+    plain = prompts(64, 151, (2, 2))._replace(k=long, v=long, max_seqlen_k=20_580)
+    assert COSTS.heads_a_group(plain, 20_580) == 2  # us on an H200: 485, of all of them 646
     chunks = prompts(43, 270, (4, 4), 224)._replace(cache_seqlens=table)
     assert COSTS.heads_a_group(chunks, 26_274) == 4
 
