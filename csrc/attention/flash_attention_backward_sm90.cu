@@ -30,9 +30,10 @@
 // their indices by blocks that run, and one waits for works of lower indices alone, of which the
 // lowest that has not ended waits for none. (Where a block has one work its index is the block's,
 // and blocks begin in that order.) Nobody waits for long: all keys of a head begin at the last
-// queries, heads of a group go through them together, so that one that began later, or sees
-// fewer queries, stays behind; and several pairs run a few blocks of keys at a time. dq may have
-// several sums: block i of the keys adds to sum i % num_sums, and convert adds those up.
+// queries, heads of a group go through them together (not through a window), so that one that
+// began later, or sees fewer queries, stays behind; and several pairs run a few blocks of keys at a
+// time. dq may have several sums: block i of the keys adds to sum i % num_sums, of causal ones the
+// first two as they come, and convert adds those up.
 //
 // Main kernel. Warpgroup 0: a warp loads by TMA; two warps add the consumers' parts of dq to their
 // sums by the TMA's reductions; the fourth passes turns on, whose fences would hold those up.

@@ -197,7 +197,9 @@ struct BackwardWork : Work {
     int begin_m;
     int first_head, end_head;  // in turns, of q
     int key_block;
-    bool has_turns;
+    // From a block of queries to the next one of its head, and where the next head begins; step 0:
+    // the next head comes next.
+    int step, stop_m, restart_m;
     int part;            // of which parts of dk and dv this makes; -1: all
     int first_block;     // of queries: the sequence's first one in a head's part of the workspace
     int64_t sum_block;   // and in the sum that these keys add to
@@ -220,15 +222,16 @@ struct BackwardWork : Work {
         return static_cast<unsigned>(m - plain_begin) >= static_cast<unsigned>(num_plain);
     }
 
-    // From one block of queries to the next. In turns that of the next head comes next: blocks of
-    // fewer queries would come to a head before those whose turn is before theirs.
+    // From one block of queries to the next.
     __device__ __forceinline__ void advance(int& q_head, int& m) const {
-        if (has_turns) {
+        if (step == 0) {
             const bool is_last = q_head + 1 == end_head;
             q_head = is_last ? first_head : q_head + 1;
             m -= is_last ? 1 : 0;
         } else {
-            Work::advance(q_head, m);
+            const bool is_last = m + step == stop_m;
+            q_head += is_last ? 1 : 0;
+            m = is_last ? restart_m : m + step;
         }
     }
     // How many blocks of lower keys block m of the queries sees.
@@ -286,9 +289,8 @@ struct BackwardWork : Work {
         const int sum = key_block - over(key_block, num_sums) * num_sums;
         sum_block = static_cast<int64_t>(sum) * p.works.num_heads * p.group * p.num_blocks_q;
         sum_block += first_block;
-        has_turns = p.workspace.sums.has_turns;
         first_head = head_idx * p.group;
-        if (has_turns) {
+        if (p.workspace.sums.has_turns) {
             int num_heads = p.group;
             if (part >= 0) {
                 // By heads; where there are more parts, also by queries, the same ones for all
@@ -307,8 +309,17 @@ struct BackwardWork : Work {
             num_iterations = window.num_keys > 0 ? num_heads * max(0, end_m - first_m) : 0;
             begin_head = first_head;
             begin_m = end_m - 1;  // all keys' blocks: each waits for those begun before it alone
+            // All heads go through the queries together: blocks of fewer queries would come to a
+            // head before those whose turn is before theirs. Through a window all keys see as many,
+            // and what neighbours read lies less far apart head by head.
+            step = p.window_left < 0 || 2 * p.window_left > p.seqlen_q ? 0 : -1;
+            stop_m = first_m - 1;
+            restart_m = begin_m;
             return;
         }
+        step = 1;
+        stop_m = end_m;
+        restart_m = first_m;
         const int num_m = max(1, end_m - first_m);
         num_iterations = window.num_keys > 0 ? p.group * max(0, end_m - first_m) : 0;
         int begin = 0;

@@ -229,9 +229,12 @@ struct Turns {
         return head_idx * p.num_blocks_q + work.sum_block + m;
     }
     __device__ __forceinline__ int* turn() const { return p.workspace.turns + block(); }
-    // How many add to the sum before this one.
+    // How many must have added to the sum before this one. A sum of 0, a and b has one order: of
+    // causal blocks the first two go together, and the chain of waits is shorter by one (full,
+    // where neighbours then run into each other: +1 %).
     __device__ __forceinline__ int earlier() const {
-        return over(work.template earlier<C>(m), p.workspace.sums.num_sums);
+        const int before = over(work.template earlier<C>(m), p.workspace.sums.num_sums);
+        return before == 1 && p.window_right >= 0 ? 0 : before;
     }
     __device__ __forceinline__ void advance() { work.advance(head_idx, m); }
 };

@@ -211,7 +211,11 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     if deterministic and key_blocks > 2:  # sums of two have one order
         row_bytes = (2 * q.element_size() + 8) * body.head_dim
         sum_bytes = 4 * num_rows * body.head_dim
-        read = Traffic(pair_bytes, row_bytes * body.block_m, sum_bytes, block_n == 64)
+        # Where each sequence has its own length.
+        longest = 1.0 if cu_q is None else max(1.0, seqlen_q * batch_size / total_q)
+        read = Traffic(
+            int(pair_bytes / longest), row_bytes * body.block_m, sum_bytes, block_n == 64, longest
+        )
         sums, pairs_a_group, parted = turns(
             *about,
             free,

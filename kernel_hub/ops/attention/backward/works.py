@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,6 +23,8 @@ _MOST_WORKS = 8  # a multiprocessor: with more of them the end is of no account
 _MOST_PARTS = 12  # a multiprocessor
 _COUNTS = (2, 3, 4, 6, 8, 12, 16)
 _LEAST_GAIN = 0.04
+_GAIN, _PARTS_GAIN = 0.02, 0.04  # with turns; by more parts
+_IN_TURNS = 1.06  # what passing turns on costs where nobody waits
 _FEW_WORKS, _ENOUGH_PARTS = 2, 4  # a multiprocessor, where parts are of heads
 # With turns: blocks of keys of a pair that run at a time; from one block's sums to the next one's
 # turn, in rounds; how many sums of dq there may be, what each adds to a row of 8,192 scores.
@@ -29,7 +32,7 @@ _MEMBERS = 8
 _HOP = 1.2
 _SUMS = (1, 2, 3, 4, 6, 8, 12, 16)
 _SUM = 1.44
-_TURNS_BYTES = 25 << 20
+_TURNS_BYTES, _RAGGED_BYTES, _FEW_BYTES = 25 << 20, 40 << 20, 67 << 20
 # What of rounds' reads the L2 holds; each doubling beyond it makes a round so much longer.
 _L2_BYTES, _MISSED = 64 << 20, 0.45
 
@@ -69,44 +72,59 @@ class Pairs(NamedTuple):
 
 class Traffic(NamedTuple):
     """What a pair reads and adds to, a round's queries of it, and one sum of dq, in bytes; is_wide:
-    tiles of 64 x 64."""
+    tiles of 64 x 64; longest: the longest sequence for one of the usual length."""
 
     pair_bytes: int
     round_bytes: int
     sum_bytes: int
     is_wide: bool
+    longest: float = 1.0
 
-    def together(self, num_pairs: int, num_sms: int, is_large: bool) -> list[int]:
+    def together(
+        self, num_pairs: int, num_sms: int, *, is_large: bool, is_causal: bool
+    ) -> list[int]:
         """How many pairs may run at a time: what the L2 holds. Of few keys at a time, so that few
-        wait for each other as they begin; where these move on together they need no more."""
+        wait for each other as they begin; where these move on together they need no more, nor do
+        those that do not drift far apart: few works, or causal ones."""
         most = max(1, _TURNS_BYTES // max(1, self.pair_bytes))
+        room = max(1, _FEW_BYTES // max(1, self.pair_bytes))
+        few_keys = -(-num_sms // _MEMBERS)
         if _HOP * num_sms * self.round_bytes <= _TURNS_BYTES:
-            most = max(most, -(-num_sms // _MEMBERS))
-        found = [most] if is_large or self.is_wide else [most, 2 * most]
+            # Of shorter sequences there are no later keys.
+            wanted = math.ceil(num_sms / _MEMBERS * self.longest)
+            most = max(most, few_keys, min(wanted, _RAGGED_BYTES // max(1, self.pair_bytes)))
+            found = [most] if is_large or self.is_wide else [most, 2 * most]
+        elif is_large:
+            found = [max(most, min(few_keys, room)) if is_causal else most]
+        else:
+            found = [most, max(most, min(max(few_keys, 2 * most), room))]
         return list(dict.fromkeys(-(-num_pairs // -(-num_pairs // n)) for n in found))
 
     def of_sums(self, sums: int) -> float:
         """What more than one sum cost, in rounds for a round's rows and keys."""
         beyond = sums * self.sum_bytes / _TURNS_BYTES
-        return (sums - 1) * _SUM * (0.75 if self.is_wide else 1.0) * max(0.35, min(4.0, beyond))
+        return (sums - 1) * _SUM * (0.9 if self.is_wide else 1.0) * max(0.35, min(4.0, beyond))
 
 
 def _seen_by(
     lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int]
-) -> list[range]:
-    """The blocks of queries that see each block of keys. tile: queries and keys of a block."""
+) -> list[tuple[int, int]]:
+    """The blocks of queries that see each block of keys: the first one and the one behind the last.
+    tile: queries and keys of a block."""
     (seqlen_q, seqlen_k), (block_m, block_n) = lengths, tile
     left, right = (
         length if bound < 0 else min(bound, length)
         for bound, length in zip(window, (seqlen_k, seqlen_q), strict=True)
     )
+    ahead, num_blocks_q = seqlen_k - seqlen_q, -(-seqlen_q // block_m)
     found = []
     for first_key in range(0, seqlen_k, block_n):
-        home = first_key - (seqlen_k - seqlen_q)
-        last_key = min(block_n, seqlen_k - first_key) - 1
-        first = max(0, (home - right) // block_m)
-        last = (home + left + last_key) // block_m
-        found.append(range(first, min(-(-seqlen_q // block_m), last + 1)))
+        home = first_key - ahead
+        first = (home - right) // block_m if home > right else 0
+        last_key = home + min(block_n, seqlen_k - first_key) - 1
+        stop = (last_key + left) // block_m + 1
+        stop = stop if stop < num_blocks_q else num_blocks_q
+        found.append((first, stop if stop > first else first))
     return found
 
 
@@ -114,7 +132,7 @@ def rounds(
     lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], group: int
 ) -> list[int]:
     """Those of each block of keys, for `group` query heads."""
-    return [group * len(blocks) for blocks in _seen_by(lengths, window, tile)]
+    return [group * (stop - first) for first, stop in _seen_by(lengths, window, tile)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -164,40 +182,74 @@ def turns(
     num_blocks = len(seen_by)
     num_works = num_blocks * free.total
     is_large = num_works > _MOST_WORKS * num_sms
-    best, least = Turns(1, 1, Parting(num_works, 1)), math.inf
+    of_blocks = [group * (end - first) for first, end in seen_by]
+    in_whole = num_blocks * start + sum(of_blocks)
+    behind = _behind(seen_by)
+    unordered = 2 if window[1] >= 0 else 1  # of each sum, that begin at once
+    is_causal = window[0] < 0 <= window[1]
+    togethers = read.together(free.total, num_sms, is_large=is_large, is_causal=is_causal)
+    counts = [n for n in _counts_in_turns(group) if num_works * n <= _MOST_PARTS * num_sms]
+
+    @functools.cache
+    def costs_of(count: int) -> list[list[float]]:
+        """What parts of each block of keys cost, where works go into so many."""
+        if count == 1:
+            return [[start + each] for each in of_blocks]
+        parts = _parts_in_turns(seen_by, lengths[0], tile[0], group, count)
+        return [[start + _PART + each for each in of_block] for of_block in parts]
+
+    best, least, before = Turns(1, 1, Parting(num_works, 1)), math.inf, math.inf
     for sums in sorted({*(n for n in _SUMS if 2 * n < num_blocks), -(-num_blocks // 2)}):
         more = read.of_sums(sums) * free.total * group * lengths[0] / (tile[0] * tile[1])
-        if sums > _SUMS[-1] or more >= least:
+        if sums > _SUMS[-1] or more >= _IN_TURNS * least:
             break
         if num_blocks <= 2 * sums:
-            of_blocks = [group * len(each) for each in seen_by]
             parted = parting(lengths, window, tile, group, free, num_sms, goes_on=goes_on)
             taken = more + _free_taken(of_blocks, free, parted, num_sms, start)
-            if taken < least:
+            if taken < _IN_TURNS * least:
                 best, least = Turns(-sums, free.together, parted), taken
             continue
-        for count in (1, *_counts_in_turns(group)):
-            if count > 1 and num_works * count > _MOST_PARTS * num_sms:
-                continue
-            parts = _parts_in_turns(seen_by, lengths[0], tile[0], group, count)
+        if sums > 2 and least == before:
+            continue  # fewer have not been better than one
+        before, lowest = least, math.inf
+        for count in (1, *counts):
+            at_count = math.inf
             more_each = start + _PART * (count > 1)
-            costs = [[more_each + each for each in of_block] for of_block in parts]
-            whole = [[start + group * len(each)] for each in seen_by]
-            for together in read.together(free.total, num_sms, is_large):
+            in_parts = num_blocks * count * more_each + sum(of_blocks)
+            # Of the first pairs, that block begins after those before it that add to its sum.
+            soonest = more + max(
+                max(0, behind[i] // sums + 1 - unordered) * _HOP + more_each + of_blocks[i] / count
+                for i in (0, num_blocks // 2, num_blocks - 1)
+            )
+            for together in togethers:
                 # All works, or those of the last pairs that run together.
                 last = (free.total - 1) // together * together
                 for first in (0, last) if count > 1 and last and not is_large else (0,):
-                    mean = (
-                        first * sum(map(sum, whole)) + (free.total - first) * sum(map(sum, costs))
-                    ) / num_sms
-                    if more + mean >= least:
+                    work = first * in_whole + (free.total - first) * in_parts
+                    most = least * (1 - (_PARTS_GAIN if count > best.parted.blocks else _GAIN))
+                    if max(more + work / num_sms, 0 if first else soonest) >= most:
                         continue
-                    of_pairs = ((first, whole), (free.total, costs))
-                    taken = more + _taken_in_turns(of_pairs, together, sums, num_sms)
-                    if taken < least * (1.0 if together == best.together else 0.97):
+                    of_pairs = ((first, costs_of(1)), (free.total, costs_of(count)))
+                    taken = more + _taken_in_turns(
+                        of_pairs, behind, unordered, together, sums, num_sms, work, most - more
+                    )
+                    at_count = min(at_count, taken)
+                    if taken < most:
                         parted = Parting(first * num_blocks if count > 1 else num_works, count)
                         best, least = Turns(sums, together, parted), taken
+            if lowest < at_count < math.inf:
+                break  # more parts cost more
+            lowest = min(lowest, at_count)
     return best
+
+
+def _behind(seen_by: Sequence[tuple[int, int]]) -> list[int]:
+    """How many blocks of keys before each begin at the same queries, the last ones: through a
+    window each begins at its own."""
+    found = [0]
+    for before, block in itertools.pairwise(seen_by):
+        found.append(found[-1] + 1 if block[1] == before[1] else 0)
+    return found
 
 
 def _counts_in_turns(group: int) -> list[int]:
@@ -207,39 +259,38 @@ def _counts_in_turns(group: int) -> list[int]:
 
 
 def _parts_in_turns(
-    seen_by: Sequence[range], seqlen_q: int, block_m: int, group: int, count: int
+    seen_by: Sequence[tuple[int, int]], seqlen_q: int, block_m: int, group: int, count: int
 ) -> list[list[int]]:
     """The rounds of each block's parts, as `find_rounds` of plan.cuh shares them."""
     by_heads = min(count, group)
     by_queries = count // by_heads
     most = -(-seqlen_q // block_m // by_queries)
     found = []
-    for blocks in seen_by:
-        of_head = [
-            max(0, min(blocks.stop, first + most) - max(blocks.start, first))
-            for first in range(0, by_queries * most, most)
-        ]
+    firsts = range(0, by_queries * most, most)
+    for begin, end in seen_by:
+        of_head = [max(0, min(end, first + most) - max(begin, first)) for first in firsts]
         found.append([group // by_heads * each for each in of_head] * by_heads)
     return found
 
 
 def _taken_in_turns(
-    of_pairs: Sequence[tuple[int, Sequence[Sequence[float]]]],
-    together: int,
-    sums: int,
-    num_sms: int,
-) -> float:
-    """How long parts of blocks of keys take that begin after those `sums` blocks before them.
+    of_pairs: Sequence[tuple[int, Sequence[Sequence[float]]]], behind: Sequence[int],
+    unordered: int, together: int, sums: int, num_sms: int, work: float, most: float,
+) -> float:  # fmt: skip
+    """How long parts of blocks of keys take that begin after those `sums` blocks before them, but
+    for a sum's first, `unordered` ones; inf where that is seen to be no less than `most`.
 
-    of_pairs: what they cost each up to that pair.
+    of_pairs: what they cost each up to that pair; work: all of them; behind: as `_behind`.
     """
     num_pairs, costs = of_pairs[-1]
     count = len(costs[0])
     if len(costs) * num_pairs * count > _MOST_PARTS * num_sms:
-        taken = num_pairs * sum(map(sum, costs)) / num_sms
         at_once = -(-num_sms // (together * count))
-        return taken + _HOP * min(len(costs), at_once) / sums
+        hops = min(behind[-1] + 1, at_once) / sums + 1 - unordered
+        return work / num_sms + _HOP * max(0.0, hops)
     ends = [0.0] * num_sms
+    # What they can wait for one another in all before it takes too long.
+    patience = most * num_sms - work
     for first_pair in range(0, num_pairs, together):
         costs = next(each for end, each in of_pairs if first_pair < end)
         count = len(costs[0])
@@ -248,9 +299,14 @@ def _taken_in_turns(
         for block, parts in enumerate(costs):
             before = begins[block % sums]
             for nth in range(size * count):
-                begin = max(ends[0], before[nth])
-                before[nth] = begin + _HOP
+                begin, turn = ends[0], before[nth]
+                if turn > begin and behind[block] >= unordered * sums:
+                    patience -= turn - begin
+                    begin = turn
+                before[nth] = max(turn, begin + _HOP)
                 heapq.heapreplace(ends, begin + parts[nth % count])
+            if patience < 0:
+                return math.inf
     return max(ends)
 
 
