@@ -350,3 +350,8 @@ def test_tiles_of_one_round_share_k() -> None:
         assert choice.variant == f"swapped_64x{tokens}_c11_k2", (m, n, k)
     assert linear_plan.choose((9, 0), 132, 208, 4096, 4096, False).variant == "swapped_64x128_c11"
     assert linear_plan.choose((9, 0), 132, 200, 6144, 4096, False).variant == "128x96_c21"
+    for m, n, k in (
+        (390, 4096, 7168), (2334, 704, 8384), (209, 4096, 14336), (205, 58112, 29888),
+    ):  # fmt: skip
+        variant = linear_plan.choose((9, 0), 132, m, n, k, False).variant
+        assert not variant.endswith(("160_c11_k2", "208_c11_k2")), (m, n, k)
