@@ -20,7 +20,7 @@ MOST_ROWS = _ALONE[-1]  # of a graph that only decodes
 # be. They are all that a plan of attention knows of lengths, and it has one launch for short ones,
 # an item a cluster (docs/notes/decode_attention.md): one that is much longer would be waited for,
 # and few longer ones leave multiprocessors.
-_TABLES, _MANY = (32, 128), 8
+_TABLES, _MANY = (32, 128, 192), 8
 # Rows of a pass with answers. 256 are two tiles of 128, and multiplied in less than twice the time
 # in which the weights are read, whatever the model; twice the rows take twice a pass at most.
 _BESIDE, _HALF = 256, 128
@@ -44,7 +44,7 @@ def _up(sizes: Sequence[int], wanted: int) -> int | None:
 
 def _tables(decodes: int) -> Sequence[int]:
     """Pages of those that so many may have."""
-    return _TABLES if decodes >= _MANY else _TABLES[:1]
+    return _TABLES if decodes >= _MANY else (_TABLES[0], _TABLES[-1])
 
 
 def room(
@@ -79,8 +79,11 @@ def all_of(max_batch: int, max_tokens: int, max_pages: int) -> Iterator[GraphSha
                 yield GraphShape(size, 1, _CHUNKS, rows - size)
     for less, size in reversed([*pairwise((0, *_ALONE))]):
         if less < max_batch:
-            for pages in (0, *_tables(size)) if max_pages > _TABLES[0] else _TABLES[:1]:
-                yield GraphShape(size, 1, pages=pages)
+            if max_pages > _TABLES[0]:
+                yield GraphShape(size, 1)
+            for fewer, pages in pairwise((0, *_tables(size))):
+                if fewer < max_pages:
+                    yield GraphShape(size, 1, pages=pages)
 
 
 def beside(decodes: int, backlog: int) -> int:

@@ -220,13 +220,14 @@ __device__ __forceinline__ void write_tile(const Epilogue<T, Out>& epilogue,
     write_in_form<Out, (C::kBlockN % 64 == 0 && C::kBlockN > 64)>(epilogue, write);
 }
 
-// The groups of 8 columns of a tile that a block of those that share k writes, and what is added to
-// them, read before the product so that nothing waits for it.
+// The groups of 8 columns of a swapped tile that a block of those that share k writes, and what is
+// added to them, read before the product so that nothing waits for it.
 template <typename C, typename T, typename Out>
 struct SplitExtras {
     static constexpr int kGroups = C::kSums / 4 / C::kSplits;
     static_assert(kGroups * 4 * C::kSplits == C::kSums, "every block writes as many");
-    T bias[kGroups][4];
+    static_assert(C::kSwaps, "a thread's sums are of two columns of out");
+    T bias[2];
     Out residual[kGroups][4];
     int row, column, share;  // of the product: those of this thread's first sum
 
@@ -237,9 +238,8 @@ struct SplitExtras {
         for (int j = 0; j < kGroups; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int r = row + 8 * (i / 2), c = column + 8 * (share + j * C::kSplits) + i % 2;
-                const int64_t to = C::kSwaps ? c : r;
-                const int at = C::kSwaps ? r : c;
+                const int64_t to = column + 8 * (share + j * C::kSplits) + i % 2;
+                const int at = row + 8 * (i / 2);
                 if (to < epilogue.m && at < epilogue.n) {
                     visit(j, i, to, at);
                 }
@@ -248,14 +248,17 @@ struct SplitExtras {
     }
 
     __device__ __forceinline__ void load(const Epilogue<T, Out>& epilogue) {
-        for_each(epilogue, [&](int j, int i, int64_t to, int at) {
-            if (epilogue.bias) {
-                bias[j][i] = epilogue.bias[at];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (epilogue.bias && row + 8 * half < epilogue.n) {
+                bias[half] = epilogue.bias[row + 8 * half];
             }
-            if (epilogue.residual) {
+        }
+        if (epilogue.residual) {
+            for_each(epilogue, [&](int j, int i, int64_t to, int at) {
                 residual[j][i] = epilogue.residual[to * epilogue.residual_stride + at];
-            }
-        });
+            });
+        }
     }
 };
 
@@ -274,6 +277,31 @@ __device__ __forceinline__ void show_sums(const float (&acc)[C::kSums], uint32_t
     cluster_wait();
 }
 
+// values = act(values), of which a thread has many: a loop through its own places in shared memory,
+// every kThreads-th of `places`, as straight code of all activations would be most of a kernel.
+template <typename Out, int kThreads, int kCount>
+__device__ __forceinline__ void activate_in_loop(float (&values)[kCount], int activation,
+                                                 float4* places) {
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+        places[i * kThreads] =
+            make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
+    }
+#pragma unroll 1
+    for (int i = 0; i < kCount / 4; ++i) {
+        const float4 four = places[i * kThreads];
+        float some[4] = {four.x, four.y, four.z, four.w};
+        activate<Out>(some, activation);
+        places[i * kThreads] = make_float4(some[0], some[1], some[2], some[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+        const float4 four = places[i * kThreads];
+        values[4 * i] = four.x, values[4 * i + 1] = four.y;
+        values[4 * i + 2] = four.z, values[4 * i + 3] = four.w;
+    }
+}
+
 // Adds the sums of the blocks of a cluster, in order of their ranks, and writes the tile: each
 // block every kSplits-th group of 8 columns.
 template <typename C, typename T, typename Out>
@@ -282,6 +310,9 @@ __device__ __forceinline__ void merge_and_write(const Epilogue<T, Out>& epilogue
                                                 float (&acc)[C::kSums], uint32_t sums,
                                                 uint32_t rank, int thread) {
     constexpr int kThreads = 128 * C::kConsumers, kGroups = C::kSums / 4 / C::kSplits;
+    constexpr bool kLoops = kGroups > 4;
+    static_assert(!kLoops || kThreads * 4 * (C::kSums + 4 * kGroups) <= C::kBarriersAt,
+                  "behind the sums the ring has room for those of a block");
     show_sums<C>(acc, sums, thread);
     float totals[4 * kGroups] = {};
 #pragma unroll
@@ -300,13 +331,27 @@ __device__ __forceinline__ void merge_and_write(const Epilogue<T, Out>& epilogue
     if (epilogue.bias) {
 #pragma unroll
         for (int i = 0; i < 4 * kGroups; ++i) {
-            totals[i] += to_float(extras.bias[i / 4][i % 4]);
+            totals[i] += to_float(extras.bias[i / 2 % 2]);
         }
     }
-    activate<Out>(totals, epilogue.activation);
+    if constexpr (kLoops) {
+        if (epilogue.activation != kIdentity) {
+            auto* behind = reinterpret_cast<float4*>(dynamic_shared() + kThreads * C::kSums * 4);
+            activate_in_loop<Out, kThreads>(totals, epilogue.activation, behind + thread);
+        }
+    } else {
+        activate<Out>(totals, epilogue.activation);
+    }
+    hold_registers(totals);  // one copy of what follows, not one for each of what is before
+    if (epilogue.residual) {
+#pragma unroll
+        for (int i = 0; i < 4 * kGroups; ++i) {
+            totals[i] += to_float(extras.residual[i / 4][i % 4]);
+        }
+    }
+    hold_registers(totals);
     extras.for_each(epilogue, [&](int j, int i, int64_t to, int at) {
-        const float more = epilogue.residual ? to_float(extras.residual[j][i]) : 0.0f;
-        epilogue.out[to * epilogue.out_stride + at] = from_float<Out>(totals[4 * j + i] + more);
+        epilogue.out[to * epilogue.out_stride + at] = from_float<Out>(totals[4 * j + i]);
     });
     cluster_wait();
 }

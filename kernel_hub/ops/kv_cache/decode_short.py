@@ -48,9 +48,12 @@ _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiproc
 # what a multiprocessor reads, and how much longer it may take where there are few.
 _LONGEST, _WIDE_LONGEST = 8192, 3072
 _MOST_BYTES, _CROWDED_BYTES = 400 << 20, 128 << 10
-# Of all in pages, whose lengths differ mostly, and of more than 64 columns; and how many items a
-# multiprocessor have clusters of four then.
+# Of all in pages, whose lengths differ mostly, and of more than 64 columns; how many items a
+# multiprocessor have clusters of four then. Longer ones there: tokens; how many items a
+# multiprocessor have clusters of eight, and how many there may be; how much longer few may take,
+# which have no merge behind them.
 _MOST_PAGED_BYTES, _FOURS = 2200 << 20, 5
+_PAGED_LONGEST, _EIGHTS, _MOST_LONG, _LONG_APART_US = 12_288, 3, 6, 12.0
 _BLOCK_BYTES_A_US, _APART_US = 37e3, 6.0
 _LONGEST_SLOWER = 2048
 _PARTS_WIDTH, _FEW_LONGEST = 192, 4096  # where `few_shape` was measured
@@ -120,17 +123,19 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
         return shape
     is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
     longest = _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST
-    num_bytes = costs.key_bytes(every[0])
+    num_bytes, apart_us = costs.key_bytes(every[0]), _APART_US
+    is_paged = is_narrow and given.block_table is not None and width_of(given) == _WIDTHS[1]
     if room > longest:
-        return 0, 0
-    if num_bytes > _MOST_BYTES and not is_short:
-        is_paged = given.block_table is not None and width_of(given) == _WIDTHS[1]
-        if not (is_narrow and is_paged) or num_bytes > _MOST_PAGED_BYTES:
+        if not is_paged or room > _PAGED_LONGEST or items > _MOST_LONG * num_sms:
+            return 0, 0
+        shape, apart_us = long_shape(items, num_sms), _LONG_APART_US
+    elif num_bytes > _MOST_BYTES and not is_short:
+        if not is_paged or num_bytes > _MOST_PAGED_BYTES:
             return 0, 0
         shape = many_shape(items, num_sms)
     # Clusters of few leave multiprocessors that parts would read by.
     apart = 1 / _MOST_BLOCKS - items / num_sms
-    if apart * 4 * room * given.q.shape[-1] > _APART_US * _BLOCK_BYTES_A_US:
+    if apart * 4 * room * given.q.shape[-1] > apart_us * _BLOCK_BYTES_A_US:
         return 0, 0
     # The kernel of parts has no columns that are not there.
     if (
@@ -173,6 +178,13 @@ def many_shape(items: int, num_sms: int) -> tuple[int, int]:
     """That of many bytes, as measured (docs/notes/decode_attention.md): the fewer the items, the
     more blocks share the longest."""
     return 4, 8 if items <= num_sms else 4 if items <= _FOURS * num_sms else 2
+
+
+def long_shape(items: int, num_sms: int) -> tuple[int, int]:
+    """That of longer ones, of lengths that differ by a factor of three: more blocks, or warps."""
+    if 2 * items <= num_sms:
+        return 8, 8 if 8 * items <= num_sms else 4
+    return 4, 8 if items <= _EIGHTS * num_sms else 4
 
 
 def best_shape(

@@ -24,9 +24,10 @@ _NAMES = (
     "128x256_c21", "128x224_c21", "128x192_c21", "128x160_c21", "128x128_c21", "128x128_c11",
     "128x96_c21", "swapped_64x16_c11_b2", "swapped_64x16_c11_k2_b2", "swapped_64x32_c11_b2",
     "swapped_64x32_c11_k2_b2", "swapped_64x64_c11_b2", "swapped_64x64_c11", "swapped_64x64_c11_k2",
-    "swapped_64x64_c11_k4", "swapped_64x128_c11", "swapped_64x128_c41", "swapped_64x128_c11_k2",
-    "swapped_64x128_c11_k4", "swapped_64x160_c21", "swapped_64x224_c21", "swapped_128x96_c21",
-    "swapped_128x128_c21", "swapped_128x160_c21", "swapped_128x192_c21", "swapped_128x224_c21",
+    "swapped_64x64_c11_k4", "swapped_64x128_c11", "swapped_64x128_c11_k2", "swapped_64x128_c11_k4",
+    "swapped_64x160_c11_k2", "swapped_64x208_c11_k2", "swapped_64x160_c21", "swapped_64x224_c21",
+    "swapped_128x96_c21", "swapped_128x128_c21", "swapped_128x160_c21", "swapped_128x192_c21",
+    "swapped_128x224_c21",
 )  # fmt: skip
 HOPPER = Lazy(dict.fromkeys(_NAMES), lambda name, _: Tile.stated("linear_sm90", "linear", name))
 HOPPER_FP32 = (

@@ -19,6 +19,7 @@ _STATED = (
     *("block_m", "block_n", "block_k", "consumers", "cluster_m", "cluster_n", "splits", "boxes"),
     *("box_rows", "blocks_per_sm"),
 )
+_WIDE = 128  # columns of a tile
 LEAST_DEALT = 4  # steps of k that a cluster has, where they are dealt out
 # Fitted on an H200 to 667 products drawn by lot (docs/notes/linear.md): rows of a box that the L2
 # brings in a microsecond, by where in 128 bytes they may begin (each lies in two of its lines
@@ -213,6 +214,10 @@ def ways(
         return (False,) if tile.splits == 1 else ()
     # Tiles of few rows of a read the weights once for each of them.
     if -(-k // tile.block_k) < tile.splits or (tile.swaps and tile.block_n < min(m, 64)):
+        return ()
+    # Measured in two rounds of one column of tiles (docs/notes/linear.md), not in more.
+    is_measured = m <= tile.block_n and tile.tiles(m, n) <= 2 * tile.clusters_at_once(num_sms)
+    if tile.splits > 1 and tile.block_n > _WIDE and not is_measured:
         return ()
     if tile.splits > 1 or tile.tiles(m, n) % tile.clusters_at_once(num_sms) == 0:
         return (False,)

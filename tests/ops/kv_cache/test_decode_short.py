@@ -153,8 +153,17 @@ def test_which(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shape_of(48, 1, 8192, (32, 8), mean=9_300) == (4, 4)
     assert shape_of(64, 1, 8192, (32, 8), mean=7_000) == (4, 4)
     assert shape_of(208, 1, 2048, (32, 8), mean=2_200) == (4, 2)
-    assert shape_of(64, 1, 8200, (32, 8), mean=7_000) == (0, 0)
     assert shape_of(128, 1, 8192, (32, 8), mean=8_200) == (0, 0)
+    # Longer ones in pages; neither others, nor more, nor so few that parts read sooner.
+    assert shape_of(1, 1, 12_288, (32, 8), mean=70_000) == (8, 8)
+    assert shape_of(2, 1, 8200, (32, 8), mean=70_000) == (8, 8)
+    assert shape_of(4, 1, 12_288, (32, 8), mean=70_000) == (8, 4)
+    assert shape_of(16, 1, 12_288, (32, 8), mean=28_000) == (4, 8)
+    assert shape_of(32, 1, 12_288, (32, 8), mean=14_000) == (4, 8)
+    assert shape_of(64, 1, 8200, (32, 8), mean=7_000) == (4, 4)
+    assert shape_of(112, 1, 8200, (32, 8), mean=7_000) == (0, 0)
+    assert shape_of(1, 1, 12_304, (32, 8), mean=70_000) == (0, 0)
+    assert shape_of(1, 1, 12_288, (28, 4), mean=70_000) == shape_of(4, 1, 8200, (32, 8)) == (0, 0)
     # Of few bytes tiles take longer than they are said to.
     assert shape_of(5, 9, 2240, (8, 2)) == (8, 4)
     assert shape_of(64, 5, 601, (12, 1)) == (8, 1)

@@ -338,3 +338,20 @@ def test_few_rows_beside_weights_off_the_sectors_of_the_l2(m: int) -> None:
     strided = linear_plan.choose((9, 0), 132, m, 64000, 3584, False, b_stride=3624)
     assert strided.cubin == "linear_sm90"
     assert linear_plan.choose((8, 0), 108, m, 64000, 3528, False).cubin == "linear_small_m"
+
+
+def test_tiles_of_one_round_share_k() -> None:
+    """Where tiles of 64 weights and all rows are half of the multiprocessors, two take one."""
+    for m, n, k, tokens in (
+        (144, 4096, 4096, 160), (160, 4096, 14336, 160), (154, 3584, 3584, 160),
+        (176, 4096, 4096, 208), (200, 4096, 14336, 208), (179, 3072, 8192, 208),
+    ):  # fmt: skip
+        choice = linear_plan.choose((9, 0), 132, m, n, k, False)
+        assert choice.variant == f"swapped_64x{tokens}_c11_k2", (m, n, k)
+    assert linear_plan.choose((9, 0), 132, 208, 4096, 4096, False).variant == "swapped_64x128_c11"
+    assert linear_plan.choose((9, 0), 132, 200, 6144, 4096, False).variant == "128x96_c21"
+    for m, n, k in (
+        (390, 4096, 7168), (2334, 704, 8384), (209, 4096, 14336), (205, 58112, 29888),
+    ):  # fmt: skip
+        variant = linear_plan.choose((9, 0), 132, m, n, k, False).variant
+        assert not variant.endswith(("160_c11_k2", "208_c11_k2")), (m, n, k)
