@@ -31,7 +31,8 @@
 // the end.
 //
 // Variants: dtype x head_dim 64, 128, 256 (smaller ones padded with zeros) x (16 rows a block |
-// rows32: 32 rows, without window, softcap and alibi).
+// rows32: 32 rows, without window, softcap and alibi). Hopper has that of 256, with more under way,
+// in decode_attention_wide_sm90.cu.
 // kernel_hub: not-for: sm89: memory bounds these, and 8.9 has no instructions of its own for them
 // Sources: Dao, "FlashAttention-2", 2023; Dao et al., "Flash-Decoding for long-context inference",
 // 2023.
@@ -41,12 +42,18 @@
 namespace kernel_hub::kv_cache::decode {
 
 // TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 900
+#define EXPORT_WIDE(DTYPE, T) EXPORT_DECODE_ATTENTION(DTYPE, T, T, 256, , 16, 2, 1, 2)
+#else
+#define EXPORT_WIDE(DTYPE, T)
+#endif
+
 #define EXPORT_DTYPE(DTYPE, T)                                      \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 64, , 32, 5, 1, 2)         \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 64, _rows32, 32, 5, 2, 2)  \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 128, , 16, 5, 1, 2)        \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 128, _rows32, 16, 3, 2, 2) \
-    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 256, , 16, 2, 1, 2)        \
+    EXPORT_WIDE(DTYPE, T)                                           \
     EXPORT_DECODE_MERGE(DTYPE, T)
 
 // {op}_{dtype}_hdim{head_dim}[_rows32], {op}_{dtype}_merge

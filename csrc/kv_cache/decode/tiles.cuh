@@ -49,7 +49,8 @@ struct DecodeConfig {
     static_assert(!kTokenScales || kSlots % 2 != 0,
                   "keys and scales of a tile are asked for as one");
     static_assert(kHeadDim % 64 == 0, "the swizzles cover rows of 64 bytes and more");
-    static_assert(kSharedBytes <= 99 << 10, "a block of sm_89 has 99 KiB of shared memory");
+    static_assert(kSharedBytes <= (kHeadDim == 256 && kSlots == 3 ? 113 : 99) << 10,
+                  "a block of sm_89 has 99 KiB of shared memory, each of two of sm_90 113");
 };
 
 template <typename C>

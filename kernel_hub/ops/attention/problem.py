@@ -228,13 +228,16 @@ def is_mappable(tensor: torch.Tensor) -> bool:
     )
 
 
-def tensor_map(tensor: torch.Tensor, rows: int) -> bytes:
-    """The tensor map of boxes of `rows` tokens of one head, 128 bytes of it wide.
+def tensor_map(tensor: torch.Tensor, rows: int, promotion: str | None = None) -> bytes:
+    """The tensor map of boxes of `rows` tokens of one head, 128 bytes of it wide; promotion: of
+    `Boxes`.
 
     Dimensions: (batch, heads, tokens, head_dim), batch 1 where the tensor has none.
     """
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows)
-    return tensor_maps.known.get(key) or tensor_maps.make(key, tensor, _boxes(tensor, rows))
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, promotion)
+    return tensor_maps.known.get(key) or tensor_maps.make(
+        key, tensor, _boxes(tensor, rows)._replace(promotion=promotion)
+    )
 
 
 def packed_tensor_map(tensor: torch.Tensor, tokens: int, heads: int) -> bytes:

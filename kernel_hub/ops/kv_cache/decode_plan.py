@@ -76,9 +76,9 @@ _FP32_BYTES = 4  # of an element
 # than two a multiprocessor: 6 times as much), finding equal shares costs more than unequal ones do.
 SHORT_TOKENS, SHORT_BYTES = 8192, 360 << 10
 CROWD, CROWD_FACTOR = 2, 6
-# A block that has no more than this under way reads slower than two a multiprocessor, which earn
-# their merge where there are few items of large caches.
-FEW_BYTES, LARGE_BYTES = 32 << 10, 128 << 20
+# A block that has no more than this under way, or so many columns, reads slower than two a
+# multiprocessor, which earn their merge where there are few items of large caches.
+FEW_BYTES, LARGE_BYTES, MANY_COLUMNS = 32 << 10, 128 << 20, 256
 # More parts than this take longer to merge than they save, unless an item is twice as many units.
 MANY_PARTS = 32
 # A part less of an item that is no longer than this saves nothing that its merge does not take.
@@ -129,12 +129,18 @@ class Variant:
         sizes = self.stated.sizes
         return sizes["warps"] * sizes["block_n"]
 
+    @property
+    def is_many_columns(self) -> bool:
+        """Whether it is Hopper's own of the most columns."""
+        return self.is_sm90 and self.head_dim == MANY_COLUMNS
+
     def bytes_under_way(self, head_dim: int) -> int:
         """What a block has asked for while it computes."""
         return self.unit * (self.stated.sizes["slots"] - 1) * head_dim * self.cache_bytes
 
 
 VARIANTS = (
+    *(Variant("", head_dim, 2, is_sm90=True) for head_dim in (192, 256)),  # before others' own
     *(
         Variant(suffix, head_dim, cache_bytes)
         for cache_bytes, token in ((2, ""), (1, "_e4m3"))
@@ -143,7 +149,6 @@ VARIANTS = (
             (256, token),
         )
     ),
-    Variant("", 192, 2, is_sm90=True),
     Variant("", MAX_HEAD_DIM_FP32, 4),
     *(
         Variant(scaled, head_dim, 1, scaled=scaled)
@@ -222,7 +227,7 @@ def blocks_for(variant: Variant, caches: Caches, head_dim: int, multiprocessors:
     Of fp32, whose products are in parts, one does not read as fast as a multiprocessor can.
     """
     is_double = variant.cache_bytes == _FP32_BYTES or (
-        variant.bytes_under_way(head_dim) <= FEW_BYTES
+        (variant.is_many_columns or variant.bytes_under_way(head_dim) <= FEW_BYTES)
         and 2 * caches.items <= multiprocessors
         and caches.num_bytes >= LARGE_BYTES
     )

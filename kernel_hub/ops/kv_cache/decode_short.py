@@ -12,6 +12,7 @@ import torch
 
 from ..attention import forward_split_sm90 as split
 from ..attention import split_costs as costs
+from ..attention.problem import mean_of
 from ..core import common
 from ..core.device import device_of, launch_sizes
 from ..core.launch import Launch
@@ -42,7 +43,7 @@ _WORK_US, _READ, _CLUSTER_US, _ROUND = 0.067, 1.9, 0.65, 0.06
 _LEVEL_US, _LESS_US = 0.3, 0.4
 # Of caches of 128 columns and so few bytes attention's tiles take more than their estimates by so
 # much, against these.
-_TILES_LATE, _LATE_BYTES = 1.15, 60e6
+_TILES_LATE, _FAST_TILES_LATE, _LATE_BYTES = 1.15, 0.95, 60e6
 _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiprocessor
 # Where parts, whose number is any, are no better: tokens of an item; bytes of all, or of an item;
 # what a multiprocessor reads, and how much longer it may take where there are few.
@@ -57,6 +58,17 @@ _PAGED_LONGEST, _EIGHTS, _MOST_LONG, _LONG_APART_US = 12_288, 3, 6, 12.0
 _BLOCK_BYTES_A_US, _APART_US = 37e3, 6.0
 _LONGEST_SLOWER = 2048
 _PARTS_WIDTH, _FEW_LONGEST = 192, 4096  # where `few_shape` was measured
+# Memory that gives more than this (an H200's) was measured by itself: parts are not faster than
+# these kernels however many bytes there are, and few items are best cut for more places.
+_FAST_BYTES_A_US = 4.4e6
+# A multiprocessor; of clusters of eight where lengths may be alike.
+_FAST_PLACES, _FAST_EIGHTS = 1.64, 1.36
+_FAST_PARTS_TOKENS = 512  # of few items of many columns
+# Items of which blocks have eight warps, by width, from so many tokens on, fewer or more; and
+# clusters of two.
+_FAST_EIGHT, _FAST_EIGHT_TOKENS, _FAST_TWO_TOKENS = {64: 20, 128: 12}, (512, 2048), (1472, 3072)
+# Long items that are nearly as many as multiprocessors, and not known to differ by more than so.
+_FAST_ROUND, _FAST_ROUND_LONGEST, _FAST_ALIKE = (0.64, 1.06), 2048, 2.2
 
 
 def can_take(given: DecodeGiven) -> bool:
@@ -108,7 +120,8 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     """(warps of a block, blocks of a cluster); (0, 0): the step is not for these kernels."""
     if choice is False or not can_take(given):
         return 0, 0
-    num_sms, problem = device_of(given.q.device).num_sms, problem_of(given)
+    device, problem = device_of(given.q.device), problem_of(given)
+    num_sms, is_fast = device.num_sms, device.peak_bytes_a_us >= _FAST_BYTES_A_US
     items = given.q.shape[0] * given.k_cache.shape[2] * row_blocks(given)
     every = costs.sizes_of(problem)
     room = every[0].seqlen_k
@@ -117,8 +130,15 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     is_few = items <= few and width_of(given) <= _WIDTHS[1] and room <= _FEW_LONGEST
     if not (is_few and is_narrow):  # whose time nobody asks
         us, shape = best_shape(every, sizes_of(given), items, num_sms)
-    if is_few:
+    is_alike = room < _FAST_ALIKE * mean_of(each.mean for each in every)
+    is_round = is_fast and is_narrow and is_alike and room > _FAST_ROUND_LONGEST
+    is_round = is_round and _FAST_ROUND[0] * num_sms <= items <= _FAST_ROUND[1] * num_sms
+    if is_few and is_fast and is_narrow:
+        shape = few_fast_shape(items, room, width_of(given), num_sms, is_alike)
+    elif is_few:
         shape = few_shape(items, room, num_sms)
+    elif is_round:
+        shape = 8, 2
     if choice:
         return shape
     is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
@@ -130,9 +150,10 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
             return 0, 0
         shape, apart_us = long_shape(items, num_sms), _LONG_APART_US
     elif num_bytes > _MOST_BYTES and not is_short:
-        if not is_paged or num_bytes > _MOST_PAGED_BYTES:
+        is_many = is_paged and num_bytes <= _MOST_PAGED_BYTES
+        if not is_many and not (is_fast and is_narrow):
             return 0, 0
-        shape = many_shape(items, num_sms)
+        shape = many_shape(items, num_sms) if is_many and not is_round else shape
     # Clusters of few leave multiprocessors that parts would read by.
     apart = 1 / _MOST_BLOCKS - items / num_sms
     if apart * 4 * room * given.q.shape[-1] > apart_us * _BLOCK_BYTES_A_US:
@@ -141,15 +162,16 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     if (
         width_of(given) == _WIDTHS[-1]
         and given.q.shape[-1] <= _PARTS_WIDTH
-        and items > num_sms // 2
+        and items > (num_sms if is_fast and room <= _FAST_PARTS_TOKENS else num_sms // 2)
     ):
         return 0, 0
     # Attention's tiles of more rows read a cache less often.
     is_late = width_of(given) == _WIDTHS[1] and costs.key_bytes(every[0]) < _LATE_BYTES
-    late = _TILES_LATE if is_late else 1.0
+    late = (_FAST_TILES_LATE if is_fast else _TILES_LATE) if is_late else 1.0
     is_slower = not is_narrow and split.can_take(problem)
     is_slower = is_slower and late * split.best_way(problem).us < us
-    if is_slower and (room > _LONGEST_SLOWER or sm90.applies(given, parts_of(given))):
+    is_long = room > _LONGEST_SLOWER and not is_fast
+    if is_slower and (is_long or sm90.applies(given, parts_of(given))):
         return 0, 0
     return shape
 
@@ -172,6 +194,27 @@ def few_shape(items: int, tokens: int, num_sms: int) -> tuple[int, int]:
     while blocks < _MOST_BLOCKS and 2 * blocks * items <= num_sms and 64 * blocks < tokens:
         blocks *= 2
     return 4, blocks
+
+
+def few_fast_shape(
+    items: int, tokens: int, width: int, num_sms: int, is_alike: bool
+) -> tuple[int, int]:
+    """The same where memory is fast: more blocks than multiprocessors, though some wait for a place
+    of a cluster. is_alike: lengths are not known to differ."""
+    places = _FAST_PLACES * num_sms
+    blocks = 1
+    step = 64 if tokens <= 1024 else 32
+    while blocks < _MOST_BLOCKS and 2 * blocks * items <= places and step * blocks < tokens:
+        blocks *= 2
+    if is_alike and blocks * items > _FAST_EIGHTS * num_sms:
+        blocks = min(blocks, _MOST_BLOCKS // 2)
+    is_eight = False
+    if blocks == _MOST_BLOCKS:
+        least = _FAST_EIGHT_TOKENS[0 if 16 * items <= num_sms else 1]
+        is_eight = items <= _FAST_EIGHT[width] and tokens > least
+    elif blocks == 2:
+        is_eight = _FAST_TWO_TOKENS[0] < tokens <= _FAST_TWO_TOKENS[1]
+    return 8 if is_eight else 4, blocks
 
 
 def many_shape(items: int, num_sms: int) -> tuple[int, int]:

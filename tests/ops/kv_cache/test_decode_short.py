@@ -99,9 +99,12 @@ def test_every_kernel_in_clusters(
     assert [launch.options["cluster"] for launch in planned] == [(blocks, 1, 1)]
 
 
+H100, H200 = (PlannedGpu((9, 0), 132, peak_bytes_a_us=x) for x in (3.35e6, 4.9e6))
+
+
 def shape_of(
     batch_size: int, seqlen_q: int, tokens: int, heads: tuple[int, int], head_dim: int = 128,
-    mean: int = 0,
+    mean: int = 0, gpu: PlannedGpu = H100,
 ) -> tuple[int, int]:  # fmt: skip
     """Of a step on 132 multiprocessors; mean: of lengths, where pages say it."""
     num_heads, num_kv_heads = heads
@@ -117,14 +120,35 @@ def shape_of(
         q, cache, cache, lengths, *[None] * 2, table, *[None] * 8, False, 0, head_dim**-0.5, -1,
         0.0, 0, q,
     )  # fmt: skip
-    with plan_for(PlannedGpu((9, 0), 132)):
+    with plan_for(gpu):
         return decode_short.shape_for(given)
 
 
-def test_few_items_ask_for_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpu", [H100, H200])
+def test_few_items_ask_for_no_costs(monkeypatch: pytest.MonkeyPatch, gpu: PlannedGpu) -> None:
     """A first call of the smallest steps does without."""
     monkeypatch.setattr(decode_short, "best_shape", lambda *_: pytest.fail("they were worked out"))
-    assert shape_of(1, 1, 1024, (32, 8)) == (8, 8)
+    assert shape_of(1, 1, 1024, (32, 8), gpu=gpu) == (8, 8)
+
+
+def test_which_where_memory_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured on an H200: more blocks of few items, one round of long ones, any bytes."""
+    monkeypatch.setattr(SM90, "applies", SM90.fits)
+
+    def of(*step: Any, mean: int = 0) -> tuple[int, int]:
+        return shape_of(*step, mean=mean, gpu=H200)
+
+    assert of(1, 1, 4096, (32, 8)) == (8, 8) and of(2, 1, 1024, (32, 8)) == (4, 8)
+    assert of(8, 1, 2048, (32, 8)) == of(11, 1, 3008, (20, 5)) == (8, 2)
+    assert of(20, 1, 3500, (4, 1)) == (4, 8) and of(24, 1, 2432, (2, 1)) == (4, 4)
+    assert of(24, 1, 2432, (2, 1), mean=700) == (4, 8)
+    assert of(24, 9, 128, (1, 1), 80) == (4, 2) and of(64, 1, 4926, (5, 1)) != (4, 2)
+    assert of(13, 1, 5287, (40, 10)) == of(64, 1, 7285, (4, 2)) == (8, 2)
+    assert of(128, 1, 7328, (4, 4), 96, mean=2000) != (8, 2)
+    assert of(126, 1, 320, (32, 32)) == (4, 1) and of(64, 1, 4096, (32, 8)) != (0, 0)
+    # Tiles of few bytes take less than they are said to; parts have no short items of d 192.
+    assert of(7, 13, 959, (24, 1)) == (0, 0) != shape_of(7, 13, 959, (24, 1))
+    assert of(5, 10, 257, (16, 16), 192) == (4, 1) and of(5, 10, 857, (16, 16), 192) == (0, 0)
 
 
 def test_which(monkeypatch: pytest.MonkeyPatch) -> None:

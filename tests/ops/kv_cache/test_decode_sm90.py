@@ -18,6 +18,8 @@ from emulated_attention import hopper_attention
 from ways import Way
 
 from kernel_hub.ops import decode_attention
+from kernel_hub.ops.attention import forward_split_sm90 as split
+from kernel_hub.ops.core import tensor_maps
 from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.kv_cache import decode_plan, decode_sm90
 from kernel_hub.ops.kv_cache.decode_plan import DecodeGiven
@@ -257,3 +259,13 @@ def test_what_is_chosen_of_drawn_sizes(h200: None, lot: int) -> None:
         assert not is_theirs or is_wide or (group * seqlen_q > 16 and 64 < head_dim <= 128)
     elif is_theirs:  # the more there is to read again, the more so
         assert is_chosen(tokens=4 * tokens, **sizes)
+
+
+def test_keys_and_values_are_read_by_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by pairs of them, which an H200's memory gives less of (docs/notes)."""
+    made: list[Any] = []
+    monkeypatch.setattr(tensor_maps, "known", {})
+    monkeypatch.setattr(tensor_maps, "make", lambda _key, _of, boxes: made.append(boxes) or b"map")
+    q, k = (torch.empty(2, tokens, 2, 128, dtype=torch.bfloat16) for tokens in (3, 256))
+    split.maps(split.Packed(2, 3, 64, 0, 0, None), q, k, k.clone())
+    assert [boxes.promotion for boxes in made] == ["128B", "128B", None]
