@@ -247,9 +247,9 @@ struct Loader {
                 load_q(tile);
             }
         }
-        // A few blocks before the answer is needed. NOTE: not at the tile's beginning: who is busy
-        // for long would hold a tile that another could begin (5 % at 16k, causal, head_dim 256).
-        if (block == min(tile.block_end - 1, tile.block_begin + 3)) {
+        // Before the answer is needed, by the blocks that lie in the ring. NOTE: no earlier: who is
+        // busy for long would hold a tile that another could begin.
+        if (block == min(tile.block_end - 1, tile.block_begin + kBlocksAhead)) {
             if constexpr (C::kSplit) {
                 mbarrier_arrive_if(shared.asked(), lane_idx == 0);
             } else {
@@ -262,6 +262,16 @@ struct Loader {
         ticket = lane_idx == 0 ? atomicAdd(p.tile_counter, 1) : 0;
     }
 
+    // The tile after number `index`, as the ticket says. Dealt, no more than two a block: who had
+    // the longest takes the shortest.
+    __device__ __forceinline__ int following(int index) const {
+        const int num_blocks = gridDim.x;
+        if (C::kMask != Mask::kFull && p.heads_per_group < 0) {
+            return index < num_blocks ? 2 * num_blocks - 1 - index : 2 * num_blocks;
+        }
+        return num_blocks + __shfl_sync(kAllLanes, ticket, 0);
+    }
+
     // The next tile with keys of the schedule, published; one that is not valid after the last.
     __device__ __forceinline__ void find(Schedule<C>& schedule, int& index) {
         Tile tile;
@@ -270,7 +280,7 @@ struct Loader {
             is_found = tile.row_begin < tile.seqlen_q && !tile.is_empty();
             if (!is_found) {
                 take_ticket();
-                index = gridDim.x + __shfl_sync(kAllLanes, ticket, 0);
+                index = following(index);
             }
         }
         if (is_found) {
@@ -313,7 +323,7 @@ struct Loader {
                 break;
             }
             load(tile);
-            index = gridDim.x + __shfl_sync(kAllLanes, ticket, 0);
+            index = following(index);
         }
         if (!has_values && lane_idx == 0) {
             give_back(p.tile_counter);
@@ -321,6 +331,8 @@ struct Loader {
     }
 
     static constexpr int kBoxes = 2;  // whose pages are exchanged at a time
+    // Narrower blocks are gone sooner. Split: another warp asks, and looks for it longer.
+    static constexpr int kBlocksAhead = C::kSplit ? 3 : C::kBlockN < 128 ? 2 : 1;
 };
 
 // Row blocks of a sequence that see no keys: the first ones, which end before the first key. Says

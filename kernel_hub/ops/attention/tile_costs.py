@@ -116,6 +116,8 @@ def wider_rows(problem: Problem) -> int:
     width = next((width for width in (96, 112) if _NARROWEST < head_dim <= width), 0)
     if not width or prompt is None or problem.batch_invariant:
         return 0
+    if width > 96 and prompt.seqlen_q <= _ROWS and not prompt.is_ragged:  # they are half empty
+        return 0
     fewer, more, surely = _TILES[width, is_askew]
     num_sms = device_of(problem.q.device).num_sms
     if prompt.is_ragged and not (is_askew and rounds_of(prompt, _ROWS, num_sms) > _RAGGED_ROUNDS):
@@ -128,7 +130,7 @@ def wider_rows(problem: Problem) -> int:
 # and rows: whole tiles, and those of packed heads in turn; of 64 rows two at a time.
 _APART_TILES = {
     (64, 128): (0.914, 1.25, 5.0, 0.5), (64, 192): (0.968, 2.0, 5.5, 0.7),
-    (128, 128): (1.177, 2.0, 5.0, 0.7), (256, 128): (1.017, 4.75, 3.0, 0.7),
+    (128, 128): (1.177, 2.0, 5.0, 0.5), (256, 128): (1.017, 4.75, 3.0, 0.7),
 }  # fmt: skip
 _IN_TURN_TILES = {
     (64, 128): (1.247, 1.0, 6.5, 0.0), (64, 192): (1.152, 2.5, 4.5, 0.35),
@@ -136,20 +138,48 @@ _IN_TURN_TILES = {
     (256, 128): (1.423, 4.75, 4.0, 0.7),
 }  # fmt: skip
 _SHORT_CAUSAL = 1280  # tokens
-# Of those tiles of 64 rows: tokens, and rounds of all that run at a time.
-_FEW_ROWS, _FEW_ROWS_LONGEST, _FEW_ROWS_ROUNDS = 64, 768, 6
+# Of those tiles of 64 rows: tokens, where each has a multiprocessor and where not, and rounds of
+# all that run at a time.
+_FEW_ROWS, _FEW_ROWS_ALONE, _FEW_ROWS_LONGEST, _FEW_ROWS_ROUNDS = 64, 896, 640, 12
+# Of prompts side by side, the mean, up to which such tiles are better; of these as many as half of
+# the multiprocessors have. Blocks of keys up to which to sort takes longer than it saves.
+_SIDE_BY_SIDE, _LEAST_SIDE_BY_SIDE, _SHORT_BLOCKS = 176, 66, 3
 
 
 def is_short_causal(sizes: Sizes) -> bool:
-    """Whether prompts are of one length, short, causal, and their heads share keys."""
+    """Whether prompts are of one length, short, causal, and their heads share keys, or leave the
+    second tile half empty."""
+    is_alone = sizes.num_heads == sizes.num_kv_heads
+    if is_alone and not (96 < sizes.head_dim <= 128 and _ROWS < sizes.seqlen_q <= 2 * _ROWS):
+        return False
     return (
         sizes.is_prompt
-        and sizes.num_heads > sizes.num_kv_heads
         and sizes.seqlen_q <= _SHORT_CAUSAL
         and (sizes.window_left, sizes.window_right) == (-1, 0)
         and (sizes.head_dim <= 64 or 96 < sizes.head_dim <= 128 or sizes.head_dim > 192)
         and not (sizes.has_lengths or sizes.has_softcap)
     )
+
+
+def is_side_by_side(problem: Problem, sizes: Sizes) -> bool:
+    """Whether prompts are short and causal, side by side: tiles of few rows are better for heads of
+    128 columns."""
+    others = problem.block_table, problem.cache_seqlens
+    tiles = sizes.batch_size * sizes.num_heads * max(1.0, sizes.seqlen_q / _FEW_ROWS)
+    return (
+        sizes.is_varlen
+        and sizes.is_prompt
+        and sizes.mean <= _SIDE_BY_SIDE
+        and (sizes.window_left, sizes.window_right) == (-1, 0)
+        and not sizes.has_softcap
+        and all(x is None for x in others)
+        and tiles >= _LEAST_SIDE_BY_SIDE
+    )
+
+
+def short_blocks(sizes: Sizes, tile: PackedTile) -> int:
+    """Blocks of keys of the longest of tiles in turn, up to which they run as they come."""
+    return _SHORT_BLOCKS * (tile.places if sizes.is_varlen and sizes.is_prompt else 1)
 
 
 def short_causal_us(
@@ -163,8 +193,9 @@ def short_causal_us(
     heads, tokens = packed or (1, rows)
     packs = -(-sizes.num_heads // sizes.num_kv_heads // heads) * sizes.num_kv_heads
     prompt = Prompt(sizes.batch_size * packs, sizes.seqlen_q, int(sizes.mean), -1, 0)
-    is_long = sizes.seqlen_q > _FEW_ROWS_LONGEST
-    if rows == _FEW_ROWS and (is_long or rounds_of(prompt, tokens, places) > _FEW_ROWS_ROUNDS):
+    rounds = rounds_of(prompt, tokens, places)
+    longest = _FEW_ROWS_LONGEST if rounds > 0.5 else _FEW_ROWS_ALONE
+    if rows == _FEW_ROWS and (sizes.seqlen_q > longest or rounds > _FEW_ROWS_ROUNDS):
         return math.inf
     return prompt_us(prompt, TileCost(tokens, block_n, *known), places)
 
@@ -172,7 +203,9 @@ def short_causal_us(
 def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
     """Whether prompts of one length are surely better in turn, in tiles of 128 rows, as those of
     forward_sm90 are of 192: many of 96 columns or fewer and heads alone; windows of 64 columns that
-    are dealt in one round."""
+    are dealt in one round. Of prompts side by side: in tiles of 64 rows."""
+    if tile.block_m == _FEW_ROWS and is_side_by_side(problem, sizes):
+        return True
     if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
         return False
     seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
@@ -181,13 +214,17 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
         return tile.width == 64 and problem.softcap == 0 and rounds <= 1
     if sizes.num_heads != sizes.num_kv_heads or tile.width > 96:
         return False
-    if tile.width == 64:  # tiles of 192 rows are half empty
-        return problem.softcap == 0 and sizes.window_right < 0 and seqlen_q <= _ROWS and rounds > 4
+    is_half_empty = _MORE_ROWS < seqlen_q <= 2 * _ROWS
+    if tile.width == 64:  # those of 192 rows are
+        is_full = problem.softcap == 0 and sizes.window_right < 0
+        return is_full and (rounds > 4 if seqlen_q <= _ROWS else is_half_empty and rounds > 2)
     if sizes.window_right < 0:  # rows of heads that begin between the L2's sectors
         is_askew = problem.widest_head % 16 != 0
-        return is_askew and _MORE_ROWS < seqlen_q <= 2 * _ROWS and rounds >= 2.5
+        return is_askew and (rounds >= 5 if seqlen_q <= _ROWS else is_half_empty and rounds >= 2.5)
+    fewer, more = (-(-seqlen_q // rows) * rows for rows in (_ROWS, _MORE_ROWS))  # with empty ones
+    is_fuller = more > fewer or (more == fewer and seqlen_q <= 2 * _MORE_ROWS)
     is_short = _MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT
-    return is_short and rounds >= 3
+    return is_short and is_fuller and rounds >= 3
 
 
 # K and V of the heads that run together stay in the L2: of 50 MB on an H100 half is near.
@@ -203,6 +240,8 @@ _MANY_TILES = 8 * 132
 # by side, may read again.
 _MOST_ALIKE, _ALIKE_BYTES = 16, 40 << 20
 _WIDE_HEADS, _MORE_L2_BYTES, _SHORT_WIDE, _SOME_TILES, _FEW_TILES = 320, 22 << 20, 1024, 250, 66
+
+_DEALT_WIDE = 1.5  # rounds of tiles of wide heads that are dealt
 
 # In turn: tiles that see up to so many keys are better pair by pair in more rounds than that or
 # with a softcap, of wide heads in fewer.
@@ -237,11 +276,23 @@ def heads_a_group(problem: Problem, seqlen_k: int) -> int:
         pair_bytes += group * seqlen_q * head_dims * problem.q.element_size()
     together = max(1, least, round(l2_bytes / pair_bytes))
     num_groups = max(1, round(num_pairs / together))
+    is_capped = problem.softcap != 0 and problem.window[1] >= 0 and head_dims <= 2 * _NARROW
+    if is_capped and _ROWS < seqlen_q <= 2 * _ROWS:
+        num_groups *= 2
     if problem.has_lengths and num_groups == 1:  # of sequences that are alike, too
         held = _ALIKE_BYTES // (pair_bytes * num_kv_heads)
         most = max(1, min(_MOST_ALIKE, held, round(together / num_kv_heads)))
         return num_heads * -(-problem.batch_size // max(1, -(-problem.batch_size // most)))
     return max(1, -(-num_pairs // num_groups)) * group
+
+
+def is_dealt(problem: Problem, num_tiles: int) -> bool:
+    """Whether each block's tiles are known from the start: those of no more than two rounds that
+    see ever fewer keys. Who asks for the second one early may have the longest first."""
+    left, right = problem.window
+    is_ordered = left < 0 <= right and not problem.has_lengths and problem.seqlens[0] > _ROWS
+    rounds = num_tiles / device_of(problem.q.device).num_sms
+    return is_ordered and 1 < rounds <= (2 if problem.widest_head <= _ROWS else _DEALT_WIDE)
 
 
 def pairs_together(problem: Problem, sizes: Sizes, keys: int, rounds: float, width: int) -> int:
