@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention/sm90/consumer.cuh"
+#include "attention/sm90/empty_tiles.cuh"
 #include "attention/sm90/producer.cuh"
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/math.cuh"

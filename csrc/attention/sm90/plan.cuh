@@ -142,7 +142,9 @@ struct Parameters {
     int num_pages;
     int page_size, box_rows;  // keys of a page; those that one copy brings, which divide it
     int window_left, window_right;
-    int heads_per_group;   // this many (batch, head) pairs run through their tiles together
+    // This many (batch, head) pairs run through their tiles together; negative, all of them: tiles
+    // are no more than two a block, and dealt.
+    int heads_per_group;
     int has_foreign_rows;  // keys past a sequence's end belong to something else
     int sink_type;         // ElementType
     // scale_log2: scores are multiplied by it before exp2; with softcap it is softcap, without it

@@ -247,9 +247,9 @@ struct Loader {
                 load_q(tile);
             }
         }
-        // A few blocks before the answer is needed. NOTE: not at the tile's beginning: who is busy
-        // for long would hold a tile that another could begin (5 % at 16k, causal, head_dim 256).
-        if (block == min(tile.block_end - 1, tile.block_begin + 3)) {
+        // Before the answer is needed, by the blocks that lie in the ring. NOTE: no earlier: who is
+        // busy for long would hold a tile that another could begin.
+        if (block == min(tile.block_end - 1, tile.block_begin + kBlocksAhead)) {
             if constexpr (C::kSplit) {
                 mbarrier_arrive_if(shared.asked(), lane_idx == 0);
             } else {
@@ -262,6 +262,16 @@ struct Loader {
         ticket = lane_idx == 0 ? atomicAdd(p.tile_counter, 1) : 0;
     }
 
+    // The tile after number `index`, as the ticket says. Dealt, no more than two a block: who had
+    // the longest takes the shortest.
+    __device__ __forceinline__ int following(int index) const {
+        const int num_blocks = gridDim.x;
+        if (C::kMask != Mask::kFull && p.heads_per_group < 0) {
+            return index < num_blocks ? 2 * num_blocks - 1 - index : 2 * num_blocks;
+        }
+        return num_blocks + __shfl_sync(kAllLanes, ticket, 0);
+    }
+
     // The next tile with keys of the schedule, published; one that is not valid after the last.
     __device__ __forceinline__ void find(Schedule<C>& schedule, int& index) {
         Tile tile;
@@ -270,7 +280,7 @@ struct Loader {
             is_found = tile.row_begin < tile.seqlen_q && !tile.is_empty();
             if (!is_found) {
                 take_ticket();
-                index = gridDim.x + __shfl_sync(kAllLanes, ticket, 0);
+                index = following(index);
             }
         }
         if (is_found) {
@@ -313,7 +323,7 @@ struct Loader {
                 break;
             }
             load(tile);
-            index = gridDim.x + __shfl_sync(kAllLanes, ticket, 0);
+            index = following(index);
         }
         if (!has_values && lane_idx == 0) {
             give_back(p.tile_counter);
@@ -321,80 +331,8 @@ struct Loader {
     }
 
     static constexpr int kBoxes = 2;  // whose pages are exchanged at a time
+    // Narrower blocks are gone sooner. Split: another warp asks, and looks for it longer.
+    static constexpr int kBlocksAhead = C::kSplit ? 3 : C::kBlockN < 128 ? 2 : 1;
 };
-
-// Row blocks of a sequence that see no keys: the first ones, which end before the first key. Says
-// which tables led outside.
-template <class C>
-__device__ __forceinline__ int count_empty_rows(const Parameters& p, int batch) {
-    const RowRange queries = find_queries(p, batch), keys = find_keys(p, batch);
-    const int seqlen_q = queries.count, seqlen_k = keys.count;
-    const bool is_outside_q = queries.is_outside || seqlen_q > p.seqlen_q;
-    const bool is_outside_k = keys.is_outside || seqlen_k > p.seqlen_k;
-    report(p.flag, (is_outside_q ? kQueriesOutside : 0) | (!is_outside_k     ? 0
-                                                           : p.cache_seqlens ? kLengthsOutside
-                                                                             : kKeysOutside));
-    if (seqlen_k == 0) {
-        return count_rows<C>(p, seqlen_q);
-    }
-    if (C::kMask == Mask::kFull || p.window_right < 0) {
-        return 0;
-    }
-    const int hidden = max(0, seqlen_q - seqlen_k - p.window_right);
-    return hidden >= seqlen_q ? count_rows<C>(p, seqlen_q) : min(hidden, p.seqlen_q) / C::kBlockM;
-}
-
-// Writes one of them. A warp.
-// NOTE: lse first: the other way round there are registers too few.
-template <class C>
-__device__ __forceinline__ void write_empty_tile(const Parameters& p, int batch, int head,
-                                                 int row_begin) {
-    const RowRange queries = find_queries(p, batch);
-    const int rows = min(C::kBlockM, queries.count - row_begin);
-    const int64_t first = queries.start + row_begin;
-    if (p.lse) {
-        float* lse = p.lse + batch * p.lse_batch_stride + head * p.lse_head_stride + first;
-        const float sink = find_sink(p, batch, head);
-#pragma unroll 1
-        for (int i = threadIdx.x % 32; i < rows; i += 32) {
-            lse[i] = sink;
-        }
-    }
-    char* out =
-        static_cast<char*>(p.out) +
-        2 * (batch * p.out_batch_stride + first * p.out_token_stride + head * p.out_head_stride);
-    const int vecs = p.head_dim_v / 8;
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < rows * vecs; i += 32) {
-        const int row = i / vecs;
-        *reinterpret_cast<uint4*>(out + 2 * row * p.out_token_stride + 16 * (i - row * vecs)) =
-            make_uint4(0, 0, 0, 0);
-    }
-}
-
-// Writes the tiles that see no keys, in fixed turn: the warps that load nothing, each with 32
-// sequences at a time.
-// NOTE: they must not take places in the ring: a consumer holds the place of its tile until it has
-// found the next one with keys, and four without any in between would close the ring.
-template <class C>
-__device__ __forceinline__ void write_empty_tiles(const Parameters& p) {
-#pragma unroll 1
-    for (int first = threadIdx.x / 32 * 32 - 64; first < p.batch_size; first += 64) {
-        const int own = first + threadIdx.x % 32;
-        const int num_rows = own < p.batch_size ? count_empty_rows<C>(p, own) : 0;
-        unsigned left = __ballot_sync(kAllLanes, num_rows > 0);
-#pragma unroll 1
-        while (left != 0) {
-            const int lane = __ffs(left) - 1;
-            const int rows = __shfl_sync(kAllLanes, num_rows, lane);
-            left &= left - 1;
-#pragma unroll 1
-            for (int index = blockIdx.x; index < rows * p.num_heads; index += gridDim.x) {
-                const int head = index / rows;
-                write_empty_tile<C>(p, first + lane, head, (index - head * rows) * C::kBlockM);
-            }
-        }
-    }
-}
 
 }  // namespace kernel_hub::attention::sm90

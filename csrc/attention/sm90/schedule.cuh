@@ -194,7 +194,7 @@ struct Schedule {
         }
         const int num_heads = fresh(p.num_heads);
         int num_rows = fresh(count_rows<C>(p.seqlen_q)), num_pairs = p.batch_size * num_heads;
-        int heads_per_group = p.heads_per_group;
+        int heads_per_group = C::kMask == Mask::kFull ? p.heads_per_group : abs(p.heads_per_group);
         if (batch >= 0) {
             num_rows = count_rows<C>(p, find_queries(p, batch).count);
             num_pairs = alike * num_heads;

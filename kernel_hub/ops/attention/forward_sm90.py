@@ -20,7 +20,7 @@ from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch, nothing
 from . import forward_split_sm90 as split
 from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
-from .tile_costs import heads_a_group, wider_rows
+from .tile_costs import heads_a_group, is_dealt, wider_rows
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
@@ -184,9 +184,10 @@ def is_short(problem: Problem) -> bool:
     if head_dim > 64:
         return _fills_little(problem, pairs / num_sms)
     left, right = problem.window  # causal ones have tiles of 128 queries
-    if problem.seqlens[0] > _ROWS and _has_many_rows(problem):
-        return False
     is_masked = left >= 0 or right >= 0 or problem.softcap != 0
+    is_roomy = head_dim > _NARROW or is_masked or longest > _SHORTER
+    if is_roomy and problem.seqlens[0] > _ROWS and _has_many_rows(problem):
+        return False
     if head_dim > _ROOMY and not is_masked and longest <= _ROWS and pairs > _MANY_ROUNDS * num_sms:
         return False
     if longest > _SHORTER and (is_masked or min(problem.seqlens) <= _SHORTER):
@@ -214,7 +215,8 @@ def _fills_little(problem: Problem, rounds: float) -> bool:
         return False
     head_dim, longest = problem.widest_head, max(problem.seqlens)
     if right >= 0:
-        return head_dim <= _ROWS192_WIDEST and longest <= _ROWS and rounds <= 1
+        is_narrow = head_dim <= _ROWS192_WIDEST or _WIDE_SHORT < head_dim <= _MORE_ROWS
+        return is_narrow and longest <= _ROWS and rounds <= 1
     if head_dim <= _ROWS192_WIDEST:
         return longest <= _ROWS and rounds <= 2
     return head_dim <= _WIDE and _ROWS < min(problem.seqlens) <= longest <= 160 and rounds <= 1
@@ -284,6 +286,9 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     block_n = stated.sizes["block_n"]
     box_rows = block_n if table is None else math.gcd(page_size, block_n)
     num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
+    together = heads_a_group(problem, min(seqlen_k, problem.max_seqlen_k))
+    if is_dealt(problem, num_tiles):
+        together = -problem.batch_size * num_heads
     numbers = (
         *strides_of(out),
         *lse_strides_of(lse),
@@ -299,7 +304,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         page_size,
         box_rows,
         *problem.window,
-        heads_a_group(problem, min(seqlen_k, problem.max_seqlen_k)),
+        together,
         int(any(each is not None for each in tables)),
         problem.sink_type,
         *problem.exponents,

@@ -16,7 +16,8 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import split_costs as costs
-from .packed_tile import BODIES, CUBIN, MAX_BLOCKS, Body, merge_name
+from .packed_tile import BODIES, CUBIN, MAX_BLOCKS, Body, chunk_parts, merge_name
+from .packed_tile import prompt_parts as prompt_parts_us
 from .problem import (
     Problem,
     lse_strides_of,
@@ -25,8 +26,7 @@ from .problem import (
     strides_of,
     tensor_map,
 )
-from .tile_costs import chunk_parts, is_surely_in_turn, pairs_together
-from .tile_costs import prompt_parts as prompt_parts_us
+from .tile_costs import is_side_by_side, is_surely_in_turn, pairs_together, short_blocks
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
@@ -48,8 +48,7 @@ _NO_MASK = 1 << 29
 _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
 # Columns of the tiles of few rows; keys up to which two blocks of them are no slower.
 _FEW_ROWS_WIDTH, _FEW_ROWS_LONGEST = 128, 8192
-_SHORT_BLOCKS = 3  # of keys: to sort such tiles takes longer than it saves
-_HARDLY_MORE, _SURELY = 1.15, 0.93  # rounds of prompts; shares of those whose tiles are few
+_HARDLY_MORE, _SURELY = ((1, 0.3), (2, 0.2)), 0.93  # of prompts: above rounds; of few tiles
 _NEARLY, _SHORT_CHUNK = 1.025, 256  # of caches that differ; queries whose heads share no keys
 # Parts that blocks draw: of more queries than a step's, by blocks so many tiles; floats of pieces.
 _STEP, _FEWEST_TILES, _MOST_FLOATS = 16, 0.3, 25 << 20
@@ -97,7 +96,8 @@ def bodies_of(problem: Problem) -> list[Body]:
     if is_few:
         seqlen_k = min(problem.seqlens[1], problem.max_seqlen_k)
         is_few = costs.is_chunk(costs.sizes_of(problem)[0]) and seqlen_k <= _FEW_ROWS_LONGEST
-        is_few = is_few or (least == _FEW_ROWS_WIDTH and _is_short_causal(problem))
+        is_short = _is_short_causal(problem) or is_side_by_side(problem, costs.sizes_of(problem)[0])
+        is_few = is_few or (least == _FEW_ROWS_WIDTH and is_short)
     return [x for x in fitting if (is_few if x.has_few_rows else x.head_dim == least)]
 
 
@@ -150,9 +150,9 @@ def is_crowded(problem: Problem, block_m: int) -> bool:
     """Whether a problem is of prompts, with tiles of so many rows for all multiprocessors: these
     differ in their keys, which forward_sm90's schedule orders."""
     rounds = _prompt_rounds(problem, block_m)
-    # Hardly more than a round, of alike tiles, is as long as two of them; less in shares.
-    is_alike = problem.widest_head <= 64 and max(problem.window) < 0 and not problem.has_lengths
-    return rounds >= 1 and not (is_alike and 1 < rounds <= _HARDLY_MORE)
+    # Hardly more than rounds, of alike tiles, is as long as one more; less in shares.
+    is_alike = problem.softcap == 0 and max(problem.window) < 0 and not problem.has_lengths
+    return rounds >= 1 and not (is_alike and any(0 < rounds - n <= x for n, x in _HARDLY_MORE))
 
 
 def _prompt_rounds(problem: Problem, block_m: int) -> float:
@@ -280,7 +280,7 @@ def plan(
     sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
     seen = costs.blocks_seen(sizes, tokens, block_n)
     together = pairs_together(problem, sizes, seen * block_n, tiles / most_blocks, tile.width)
-    longest = _SORTED if seen > _SHORT_BLOCKS else _AS_THEY_COME
+    longest = _SORTED if seen > short_blocks(sizes, tile) else _AS_THEY_COME
     if together > 1:
         longest = _SORTED if tiles > _DEALT_ROUNDS * most_blocks else _AS_THEY_COME
     if is_cut:

@@ -3,13 +3,17 @@ what they cost."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from ..core import common
 from ..core.device import Stated, launch_facts
+from .problem import Sizes
 
 CUBIN = "flash_attention_split_sm90"
 MAX_BLOCKS = 256  # merge.cuh holds two pieces of each of a tile's chunks
@@ -120,3 +124,98 @@ class PackedTile(NamedTuple):
     def pieces_us(self) -> float:
         """Of pieces from each multiprocessor, out, in again and merged."""
         return _PIECES_US * self.width / 128 * self.places * self.block_m / 128
+
+
+# Parts of a causal prompt's tiles, which blocks draw: of the longest at most so many, and of all in
+# rounds; a launch; a part's ends, and what 128 columns add; pieces and blocks of keys by those of
+# others, these of 256 columns.
+_MOST_PARTS, _MOST_ROUNDS = 5, 2.4
+_PARTS_START_US, _PART_US, _PART_COLUMNS_US, _PIECES = 5.0, 2.0, 1.5, 1.5
+_UNIT, _WIDEST_UNIT = 1.02, 1.1
+
+
+@lru_cache(maxsize=256)
+def prompt_parts(sizes: Sizes, tile: PackedTile, places: int) -> tuple[float, int]:
+    """(about how long a prompt takes in equal parts of its tiles, of how many the longest is);
+    infinite, 0: where it is not causal, or has tiles for all places."""
+    group = sizes.num_heads // sizes.num_kv_heads
+    heads, tokens, tiles = tile.pack(sizes.seqlen_q, group)
+    packs = -(-group // heads) * sizes.batch_size * sizes.num_kv_heads
+    is_causal = (sizes.window_left, sizes.window_right) == (-1, 0)
+    found = math.inf, 0
+    if not (sizes.is_prompt and is_causal) or sizes.has_softcap or sizes.is_varlen:
+        return found
+    if tiles * sizes.batch_size * sizes.num_kv_heads > places:
+        return found
+    ahead, block_n = int(sizes.mean) - sizes.seqlen_q, tile.block_n
+    firsts = range(tokens, sizes.seqlen_q + tokens, tokens)
+    seen = [-(-max(1, ahead + min(first, sizes.seqlen_q)) // block_n) for first in firsts]
+    unit_us = tile.unit_us * (_WIDEST_UNIT if tile.width == 256 else _UNIT)
+    part_us = _PART_US + _PART_COLUMNS_US * tile.width / 128
+    tried, share = set(), seen[-1]
+    if sizes.has_lengths:  # the device's parts are no longer than a share
+        share = -(-seen[-1] * packs * len(seen) // places)
+    for parts in range(2, _MOST_PARTS + 1):
+        longest = max(2, min(share, -(-seen[-1] // parts)))
+        unit = -(-seen[-1] // -(-seen[-1] // longest))
+        rounds = packs * sum(-(-each // unit) for each in seen) / places
+        if unit in tried or rounds > _MOST_ROUNDS:
+            continue
+        tried.add(unit)
+        us = _drawn_us(seen, unit, packs, places, unit_us, part_us)
+        found = min(found, (us + _PIECES * min(2.0, rounds) * tile.pieces_us, parts))
+    return _PARTS_START_US + found[0], found[1]
+
+
+_LATEST, _COUNTED_ROUNDS = 0.5, 16  # of a part that the last one is late; rounds that are counted
+
+
+def chunk_parts(
+    sizes: Sizes, tile: PackedTile, places: int, parts: int, blocks: int
+) -> tuple[float, float]:
+    """(products of few queries in parts of tiles that blocks draw, rounds of these): `parts` of the
+    longest, which sees so many blocks of keys."""
+    tiles = tile.pack(sizes.seqlen_q, sizes.num_heads // sizes.num_kv_heads)[2]
+    tiles *= sizes.batch_size * sizes.num_kv_heads
+    less = (sizes.window_right == 0) * min(sizes.seqlen_q, sizes.mean) / 2 / tile.block_n
+    longest = max(2, -(-blocks // parts))
+    if sizes.has_lengths:  # the device's parts are no longer than a share
+        longest = min(
+            longest, max(2, math.ceil(tiles * max(1.0, blocks * sizes.evenness) / places))
+        )
+    part_us = _PART_US + _PART_COLUMNS_US * tile.width / 128
+    one = longest * tile.unit_us + part_us
+    if not sizes.is_ragged:
+        count = -(-blocks // longest)
+        one = -(-blocks // count) * tile.unit_us + part_us
+        rounds = tiles * count / places
+        late = math.ceil(rounds) if rounds <= _COUNTED_ROUNDS else rounds + _LATEST
+        return late * one * (1 - less / blocks * (rounds > 1)), rounds
+    # Lengths are about those of a power of what is evenly spread.
+    power = 1 / sizes.evenness - 1
+    every = [max(1.0, blocks * ((i + 0.5) / 16) ** power) for i in range(16)]
+    rounds = sum(math.ceil(each / longest) for each in every) * tiles / 16 / places
+    seen = sum(max(0.5, each - less) for each in every) * tiles / 16 / places
+    return max(one, seen * tile.unit_us + rounds * part_us + _LATEST * one), rounds
+
+
+def _drawn_us(
+    seen: list[int], unit: int, packs: int, places: int, unit_us: float, part_us: float
+) -> float:
+    """Until the last of `packs` tiles each, cut into units of so many blocks of keys, is done: the
+    first parts of all come first, the longest of these first."""
+    idle: dict[float, int] = {0.0: places}  # when they are free -> how many
+    for first in range(0, seen[-1], unit):
+        units = Counter(min(unit, each - first) for each in reversed(seen) if each > first)
+        for blocks, tiles in units.items():
+            left = tiles * packs
+            while left > 0:
+                free = min(idle)
+                taken = min(left, idle[free])
+                idle[free] -= taken
+                if idle[free] == 0:
+                    del idle[free]
+                end = free + blocks * unit_us + part_us
+                idle[end] = idle.get(end, 0) + taken
+                left -= taken
+    return max(idle)

@@ -231,13 +231,13 @@ def packed_prompts_us(sizes: Sizes, tile: PackedTile, whole_rows: int, num_sms: 
     has_more = (sizes.has_lengths and group > 1) or (
         tile.width > 64 and tile.block_m > whole_rows and is_full
     )
-    if not _sees_few(sizes) and (sizes.window_left >= 0 or not has_more):
-        return math.inf
     heads, tokens, _ = tile.pack(sizes.seqlen_q, group)
     places, packed = num_sms * tile.places, (heads, tokens)
     known = short_causal_us(sizes, tile.width, tile.block_m, packed, tile.block_n, places)
     if known is not None:
         return known / _HARDLY
+    if not _sees_few(sizes) and (sizes.window_left >= 0 or not has_more):
+        return math.inf
     tiles = _parts(sizes, tokens) * -(-group // heads) * sizes.batch_size * sizes.num_kv_heads
     if _sees_few(sizes):
         us = _few_us(

@@ -7,8 +7,6 @@ Fitted to what drawn cases took on an H100 (docs/notes/flash_attention_sm90.md).
 from __future__ import annotations
 
 import math
-from collections import Counter
-from functools import lru_cache
 from typing import NamedTuple
 
 from ..core.device import device_of
@@ -118,6 +116,8 @@ def wider_rows(problem: Problem) -> int:
     width = next((width for width in (96, 112) if _NARROWEST < head_dim <= width), 0)
     if not width or prompt is None or problem.batch_invariant:
         return 0
+    if width > 96 and prompt.seqlen_q <= _ROWS and not prompt.is_ragged:  # they are half empty
+        return 0
     fewer, more, surely = _TILES[width, is_askew]
     num_sms = device_of(problem.q.device).num_sms
     if prompt.is_ragged and not (is_askew and rounds_of(prompt, _ROWS, num_sms) > _RAGGED_ROUNDS):
@@ -130,7 +130,7 @@ def wider_rows(problem: Problem) -> int:
 # and rows: whole tiles, and those of packed heads in turn; of 64 rows two at a time.
 _APART_TILES = {
     (64, 128): (0.914, 1.25, 5.0, 0.5), (64, 192): (0.968, 2.0, 5.5, 0.7),
-    (128, 128): (1.177, 2.0, 5.0, 0.7), (256, 128): (1.017, 4.75, 3.0, 0.7),
+    (128, 128): (1.177, 2.0, 5.0, 0.5), (256, 128): (1.017, 4.75, 3.0, 0.7),
 }  # fmt: skip
 _IN_TURN_TILES = {
     (64, 128): (1.247, 1.0, 6.5, 0.0), (64, 192): (1.152, 2.5, 4.5, 0.35),
@@ -138,20 +138,48 @@ _IN_TURN_TILES = {
     (256, 128): (1.423, 4.75, 4.0, 0.7),
 }  # fmt: skip
 _SHORT_CAUSAL = 1280  # tokens
-# Of those tiles of 64 rows: tokens, and rounds of all that run at a time.
-_FEW_ROWS, _FEW_ROWS_LONGEST, _FEW_ROWS_ROUNDS = 64, 768, 6
+# Of those tiles of 64 rows: tokens, where each has a multiprocessor and where not, and rounds of
+# all that run at a time.
+_FEW_ROWS, _FEW_ROWS_ALONE, _FEW_ROWS_LONGEST, _FEW_ROWS_ROUNDS = 64, 896, 640, 12
+# Of prompts side by side, the mean, up to which such tiles are better; of these as many as half of
+# the multiprocessors have. Blocks of keys up to which to sort takes longer than it saves.
+_SIDE_BY_SIDE, _LEAST_SIDE_BY_SIDE, _SHORT_BLOCKS = 176, 66, 3
 
 
 def is_short_causal(sizes: Sizes) -> bool:
-    """Whether prompts are of one length, short, causal, and their heads share keys."""
+    """Whether prompts are of one length, short, causal, and their heads share keys, or leave the
+    second tile half empty."""
+    is_alone = sizes.num_heads == sizes.num_kv_heads
+    if is_alone and not (96 < sizes.head_dim <= 128 and _ROWS < sizes.seqlen_q <= 2 * _ROWS):
+        return False
     return (
         sizes.is_prompt
-        and sizes.num_heads > sizes.num_kv_heads
         and sizes.seqlen_q <= _SHORT_CAUSAL
         and (sizes.window_left, sizes.window_right) == (-1, 0)
         and (sizes.head_dim <= 64 or 96 < sizes.head_dim <= 128 or sizes.head_dim > 192)
         and not (sizes.has_lengths or sizes.has_softcap)
     )
+
+
+def is_side_by_side(problem: Problem, sizes: Sizes) -> bool:
+    """Whether prompts are short and causal, side by side: tiles of few rows are better for heads of
+    128 columns."""
+    others = problem.block_table, problem.cache_seqlens
+    tiles = sizes.batch_size * sizes.num_heads * max(1.0, sizes.seqlen_q / _FEW_ROWS)
+    return (
+        sizes.is_varlen
+        and sizes.is_prompt
+        and sizes.mean <= _SIDE_BY_SIDE
+        and (sizes.window_left, sizes.window_right) == (-1, 0)
+        and not sizes.has_softcap
+        and all(x is None for x in others)
+        and tiles >= _LEAST_SIDE_BY_SIDE
+    )
+
+
+def short_blocks(sizes: Sizes, tile: PackedTile) -> int:
+    """Blocks of keys of the longest of tiles in turn, up to which they run as they come."""
+    return _SHORT_BLOCKS * (tile.places if sizes.is_varlen and sizes.is_prompt else 1)
 
 
 def short_causal_us(
@@ -165,8 +193,9 @@ def short_causal_us(
     heads, tokens = packed or (1, rows)
     packs = -(-sizes.num_heads // sizes.num_kv_heads // heads) * sizes.num_kv_heads
     prompt = Prompt(sizes.batch_size * packs, sizes.seqlen_q, int(sizes.mean), -1, 0)
-    is_long = sizes.seqlen_q > _FEW_ROWS_LONGEST
-    if rows == _FEW_ROWS and (is_long or rounds_of(prompt, tokens, places) > _FEW_ROWS_ROUNDS):
+    rounds = rounds_of(prompt, tokens, places)
+    longest = _FEW_ROWS_LONGEST if rounds > 0.5 else _FEW_ROWS_ALONE
+    if rows == _FEW_ROWS and (sizes.seqlen_q > longest or rounds > _FEW_ROWS_ROUNDS):
         return math.inf
     return prompt_us(prompt, TileCost(tokens, block_n, *known), places)
 
@@ -174,7 +203,9 @@ def short_causal_us(
 def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
     """Whether prompts of one length are surely better in turn, in tiles of 128 rows, as those of
     forward_sm90 are of 192: many of 96 columns or fewer and heads alone; windows of 64 columns that
-    are dealt in one round."""
+    are dealt in one round. Of prompts side by side: in tiles of 64 rows."""
+    if tile.block_m == _FEW_ROWS and is_side_by_side(problem, sizes):
+        return True
     if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
         return False
     seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
@@ -183,108 +214,17 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
         return tile.width == 64 and problem.softcap == 0 and rounds <= 1
     if sizes.num_heads != sizes.num_kv_heads or tile.width > 96:
         return False
-    if tile.width == 64:  # tiles of 192 rows are half empty
-        return problem.softcap == 0 and sizes.window_right < 0 and seqlen_q <= _ROWS and rounds > 4
+    is_half_empty = _MORE_ROWS < seqlen_q <= 2 * _ROWS
+    if tile.width == 64:  # those of 192 rows are
+        is_full = problem.softcap == 0 and sizes.window_right < 0
+        return is_full and (rounds > 4 if seqlen_q <= _ROWS else is_half_empty and rounds > 2)
     if sizes.window_right < 0:  # rows of heads that begin between the L2's sectors
         is_askew = problem.widest_head % 16 != 0
-        return is_askew and _MORE_ROWS < seqlen_q <= 2 * _ROWS and rounds >= 2.5
+        return is_askew and (rounds >= 5 if seqlen_q <= _ROWS else is_half_empty and rounds >= 2.5)
+    fewer, more = (-(-seqlen_q // rows) * rows for rows in (_ROWS, _MORE_ROWS))  # with empty ones
+    is_fuller = more > fewer or (more == fewer and seqlen_q <= 2 * _MORE_ROWS)
     is_short = _MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT
-    return is_short and rounds >= 3
-
-
-# Parts of a causal prompt's tiles, which blocks draw: of the longest at most so many, and of all in
-# rounds; a launch; a part's ends, and what 128 columns add; pieces and blocks of keys by those of
-# others, these of 256 columns.
-_MOST_PARTS, _MOST_ROUNDS = 5, 2.4
-_PARTS_START_US, _PART_US, _PART_COLUMNS_US, _PIECES = 5.0, 2.0, 1.5, 1.5
-_UNIT, _WIDEST_UNIT = 1.02, 1.1
-
-
-@lru_cache(maxsize=256)
-def prompt_parts(sizes: Sizes, tile: PackedTile, places: int) -> tuple[float, int]:
-    """(about how long a prompt takes in equal parts of its tiles, of how many the longest is);
-    infinite, 0: where it is not causal, or has tiles for all places."""
-    group = sizes.num_heads // sizes.num_kv_heads
-    heads, tokens, tiles = tile.pack(sizes.seqlen_q, group)
-    packs = -(-group // heads) * sizes.batch_size * sizes.num_kv_heads
-    is_causal = (sizes.window_left, sizes.window_right) == (-1, 0)
-    found = math.inf, 0
-    if not (sizes.is_prompt and is_causal) or sizes.has_softcap or sizes.is_varlen:
-        return found
-    if tiles * sizes.batch_size * sizes.num_kv_heads > places:
-        return found
-    ahead, block_n = int(sizes.mean) - sizes.seqlen_q, tile.block_n
-    firsts = range(tokens, sizes.seqlen_q + tokens, tokens)
-    seen = [-(-max(1, ahead + min(first, sizes.seqlen_q)) // block_n) for first in firsts]
-    unit_us = tile.unit_us * (_WIDEST_UNIT if tile.width == 256 else _UNIT)
-    part_us = _PART_US + _PART_COLUMNS_US * tile.width / 128
-    tried, share = set(), seen[-1]
-    if sizes.has_lengths:  # the device's parts are no longer than a share
-        share = -(-seen[-1] * packs * len(seen) // places)
-    for parts in range(2, _MOST_PARTS + 1):
-        longest = max(2, min(share, -(-seen[-1] // parts)))
-        unit = -(-seen[-1] // -(-seen[-1] // longest))
-        rounds = packs * sum(-(-each // unit) for each in seen) / places
-        if unit in tried or rounds > _MOST_ROUNDS:
-            continue
-        tried.add(unit)
-        us = _drawn_us(seen, unit, packs, places, unit_us, part_us)
-        found = min(found, (us + _PIECES * min(2.0, rounds) * tile.pieces_us, parts))
-    return _PARTS_START_US + found[0], found[1]
-
-
-_LATEST, _COUNTED_ROUNDS = 0.5, 16  # of a part that the last one is late; rounds that are counted
-
-
-def chunk_parts(
-    sizes: Sizes, tile: PackedTile, places: int, parts: int, blocks: int
-) -> tuple[float, float]:
-    """(products of few queries in parts of tiles that blocks draw, rounds of these): `parts` of the
-    longest, which sees so many blocks of keys."""
-    tiles = tile.pack(sizes.seqlen_q, sizes.num_heads // sizes.num_kv_heads)[2]
-    tiles *= sizes.batch_size * sizes.num_kv_heads
-    less = (sizes.window_right == 0) * min(sizes.seqlen_q, sizes.mean) / 2 / tile.block_n
-    longest = max(2, -(-blocks // parts))
-    if sizes.has_lengths:  # the device's parts are no longer than a share
-        longest = min(
-            longest, max(2, math.ceil(tiles * max(1.0, blocks * sizes.evenness) / places))
-        )
-    part_us = _PART_US + _PART_COLUMNS_US * tile.width / 128
-    one = longest * tile.unit_us + part_us
-    if not sizes.is_ragged:
-        count = -(-blocks // longest)
-        one = -(-blocks // count) * tile.unit_us + part_us
-        rounds = tiles * count / places
-        late = math.ceil(rounds) if rounds <= _COUNTED_ROUNDS else rounds + _LATEST
-        return late * one * (1 - less / blocks * (rounds > 1)), rounds
-    # Lengths are about those of a power of what is evenly spread.
-    power = 1 / sizes.evenness - 1
-    every = [max(1.0, blocks * ((i + 0.5) / 16) ** power) for i in range(16)]
-    rounds = sum(math.ceil(each / longest) for each in every) * tiles / 16 / places
-    seen = sum(max(0.5, each - less) for each in every) * tiles / 16 / places
-    return max(one, seen * tile.unit_us + rounds * part_us + _LATEST * one), rounds
-
-
-def _drawn_us(
-    seen: list[int], unit: int, packs: int, places: int, unit_us: float, part_us: float
-) -> float:
-    """Until the last of `packs` tiles each, cut into units of so many blocks of keys, is done: the
-    first parts of all come first, the longest of these first."""
-    idle: dict[float, int] = {0.0: places}  # when they are free -> how many
-    for first in range(0, seen[-1], unit):
-        units = Counter(min(unit, each - first) for each in reversed(seen) if each > first)
-        for blocks, tiles in units.items():
-            left = tiles * packs
-            while left > 0:
-                free = min(idle)
-                taken = min(left, idle[free])
-                idle[free] -= taken
-                if idle[free] == 0:
-                    del idle[free]
-                end = free + blocks * unit_us + part_us
-                idle[end] = idle.get(end, 0) + taken
-                left -= taken
-    return max(idle)
+    return is_short and is_fuller and rounds >= 3
 
 
 # K and V of the heads that run together stay in the L2: of 50 MB on an H100 half is near.
@@ -300,6 +240,8 @@ _MANY_TILES = 8 * 132
 # by side, may read again.
 _MOST_ALIKE, _ALIKE_BYTES = 16, 40 << 20
 _WIDE_HEADS, _MORE_L2_BYTES, _SHORT_WIDE, _SOME_TILES, _FEW_TILES = 320, 22 << 20, 1024, 250, 66
+
+_DEALT_WIDE = 1.5  # rounds of tiles of wide heads that are dealt
 
 # In turn: tiles that see up to so many keys are better pair by pair in more rounds than that or
 # with a softcap, of wide heads in fewer.
@@ -336,11 +278,23 @@ def heads_a_group(problem: Problem, seqlen_k: int) -> int:
         least = 2
     together = max(1, least, round(l2_bytes / pair_bytes))
     num_groups = max(1, round(num_pairs / together))
+    is_capped = problem.softcap != 0 and problem.window[1] >= 0 and head_dims <= 2 * _NARROW
+    if is_capped and _ROWS < seqlen_q <= 2 * _ROWS:
+        num_groups *= 2
     if problem.has_lengths and num_groups == 1:  # of sequences that are alike, too
         held = _ALIKE_BYTES // (pair_bytes * num_kv_heads)
         most = max(1, min(_MOST_ALIKE, held, round(together / num_kv_heads)))
         return num_heads * -(-problem.batch_size // max(1, -(-problem.batch_size // most)))
     return max(1, -(-num_pairs // num_groups)) * group
+
+
+def is_dealt(problem: Problem, num_tiles: int) -> bool:
+    """Whether each block's tiles are known from the start: those of no more than two rounds that
+    see ever fewer keys. Who asks for the second one early may have the longest first."""
+    left, right = problem.window
+    is_ordered = left < 0 <= right and not problem.has_lengths and problem.seqlens[0] > _ROWS
+    rounds = num_tiles / device_of(problem.q.device).num_sms
+    return is_ordered and 1 < rounds <= (2 if problem.widest_head <= _ROWS else _DEALT_WIDE)
 
 
 def pairs_together(problem: Problem, sizes: Sizes, keys: int, rounds: float, width: int) -> int:

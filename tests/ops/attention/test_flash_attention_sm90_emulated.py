@@ -58,6 +58,25 @@ def test_many_tiles_without_keys(
     assert blocks == [1, 1]
 
 
+@pytest.mark.parametrize("lengths_k", [300, 70], ids=["", "tiles without keys"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 9.0}, {"window_size": (-1, 20)}], ids=str)
+def test_two_rounds_are_dealt(
+    blocks: list[int], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], lengths_k: int
+) -> None:  # fmt: skip
+    """Of 9 tiles 5 blocks take one and then another, the last of them the longest that are left."""
+    found: list[bool] = []
+    is_dealt = SM90.is_dealt
+    monkeypatch.setattr(SM90, "is_dealt", lambda *a: found.append(is_dealt(*a)) or found[-1])
+    case = Case(
+        num_heads=3, num_kv_heads=1, head_dim=128, causal="window_size" not in options,
+        lengths_q=(300,), lengths_k=(lengths_k,), **options,
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 5):
+        run(case, "cpu")
+        run(dataclasses.replace(case, num_heads=4), "cpu")
+    assert blocks == [5, 5] and found == [True, False]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_sequences(blocks: list[int], monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     # More than are sorted, most of them of no queries or no keys.

@@ -195,6 +195,20 @@ PROMPTS = [
     Prompts("tiles", 1, 641, 0, (12, 1)),  # 13.5, 11.3 of 64 rows (13.4)
     Prompts("tiles", 6, 651, 0, (8, 1)),  # 21.3, 18.8
     Prompts("tiles", 12, 190, 0, (16, 4)),  # 20.2, 15.7 of 64 rows
+    Prompts("tiles", 128, 95, 328, (32, 32)),  # 179, 144 of 64 rows, as these
+    Prompts("tiles", 128, 38, 128, (24, 8)),  # 85, 47.8
+    Prompts("tiles", 52, 84, 365, (16, 4)),  # 37.3, 27.9
+    Prompts("whole", 61, 301, 1439, (2, 2)),  # 26.7, 29.6
+    Prompts("tiles", 9, 148, 0, (16, 16), 104),  # 19.9, 15.2
+    Prompts("tiles", 4, 169, 0, (40, 40)),  # 19.7, 15.5
+    Prompts("tiles", 1, 819, 0, (7, 1)),  # 14.9, 12.9
+    Prompts("whole", 5, 721, 0, (3, 1)),  # 14.1, 15.7, dealt
+    Prompts("shares", 3, 3113, 0, (3, 3), 64, False),  # 75.5, 66.7 (58.5)
+    Prompts("shares", 3, 6656, 0, (1, 1), 160, False),  # 198, 204 (150)
+    Prompts("whole", 25, 543, 0, (32, 32), 96),  # 147, 178: of 192 rows few are empty
+    Prompts("whole", 37, 561, 0, (8, 8), 80),  # 62.0, 70.2
+    Prompts("tiles", 128, 219, 0, (12, 12), 64, False),  # 99.3, 94.0
+    Prompts("tiles", 198, 128, 0, (4, 4), 88, False),  # 34.1, 32.4
     Prompts("whole", 5, 896, 0, (16, 2)),  # 37.4, 40.6
     Prompts("whole", 37, 1177, 0, (2, 1), 256),  # 103, 105
     Prompts("shares", 1, 2240, 0, (12, 12), 32, False),  # 54.7, 56.6 (43.2)

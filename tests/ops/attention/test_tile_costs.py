@@ -56,6 +56,7 @@ def test_who_has_tiles_of_more_rows() -> None:
         (3, 1237, 2, 80),  # 19, 22
     ):
         assert body(*fewer) == "96 window"
+    assert body(755, 81, 2, 104) == "128 full"  # 44.6, 57.4 in those of 112 columns
     long = 2, 4614, 16, 88, 2047, 2047
     assert body(*long, softcap=20.0) == body(*long, batch_invariant=True) == "96 window"
     assert body(*long, softcap=20.0, dtype=torch.float16) == "128 window"
@@ -145,6 +146,21 @@ def test_sequences_that_are_alike_run_together() -> None:
     assert COSTS.heads_a_group(plain, 20_580) == 2  # us on an H200: 485, of all of them 646
     chunks = prompts(43, 270, (4, 4), 224)._replace(cache_seqlens=table)
     assert COSTS.heads_a_group(chunks, 26_274) == 4
+
+
+def test_two_rounds_are_dealt() -> None:
+    """us on an H200, as they are drawn and dealt."""
+
+    def is_dealt(batch_size: int, seqlen: int, heads: int, **options: Any) -> bool:
+        problem = prompts(batch_size, seqlen, (heads, heads))._replace(**options)
+        with pretend(PlannedGpu((9, 0), 132)):
+            return bool(COSTS.is_dealt(problem, -(-seqlen // 128) * batch_size * heads))
+
+    assert is_dealt(7, 629, 5)  # 16.6, 14.3
+    assert not is_dealt(7, 629, 5, window_left=300)
+    assert not is_dealt(7, 629, 5, window_right=-1)
+    assert not is_dealt(7, 629, 5, cache_seqlens=torch.empty(7, dtype=torch.int32, device="meta"))
+    assert not is_dealt(3, 629, 5) and not is_dealt(14, 629, 5)
 
 
 @pytest.mark.gpu
