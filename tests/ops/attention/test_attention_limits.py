@@ -116,6 +116,7 @@ def recorded(capability: tuple[int, int], *runs: Callable[[], None]) -> frozense
         patch.setattr(run, "cpu_forward", run.cuda_forward)
         patch.setattr(run, "cpu_backward", BACKWARD.backward)
         patch.setattr(decode, "_cpu_into", decode._cuda_into)
+        patch.setattr(decode, "device_of", FORWARD.device_of)
         for each in runs:
             each()
     forget_all()
