@@ -143,7 +143,9 @@ __device__ __forceinline__ void for_segment(const Args& args, const Attend& atte
     }
     const int row_blocks = (args.rows() + Config::kRows - 1) / Config::kRows;
     const Extent extent = work.extent_of(place.batch_idx);
-    const bool has_no_angle = args.cos != nullptr && extent.length > args.max_position;
+    // In a tree a place is no position: the first new token's is known.
+    const int last = extent.length - (args.tree_mask == nullptr ? 0 : args.seqlen_q - 1);
+    const bool has_no_angle = args.cos != nullptr && last > args.max_position;
     report_if(args.flag, (extent.is_outside || has_no_angle) && threadIdx.x == 0, kLengthsOutside);
     const int count = extent.num_units / place.num_splits;
     const int rest = extent.num_units % place.num_splits;

@@ -284,10 +284,12 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
                 in_page = place % args.page_size;
             }
             // No page, no place: the row is dropped (the attention says so in the flag).
-            if (!is_index(page, args.num_pages)) {
+            // Lanes of the same warp may have queries still, and meet below.
+            if (is_index(page, args.num_pages)) {
+                target = row_of_cache(args, is_value, page, in_page, head);
+            } else if (!Config::kRowScales) {
                 continue;
             }
-            target = row_of_cache(args, is_value, page, in_page, head);
             const float* scales = is_value ? args.v_scale : args.k_scale;
             inverse_scale = scales == nullptr ? 1.0f : 1.0f / __ldg(scales + head);
         }
@@ -318,7 +320,7 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
                 store_scaled<Config::kQueryChunks>(values, is_query && turn == job, word_place,
                                                    scales + row);
             }
-            if (is_query || turn != job) {
+            if (target == nullptr || turn != job) {
                 continue;
             }
         }

@@ -11,7 +11,7 @@ from decode_in_shares import in_shares
 from hostile_decode import HostileStep
 from ways import Way
 
-LOTS, LOTS_FP32 = 40, 12
+LOTS, LOTS_FP32, LOTS_BYTES = 40, 12, 24
 LOTS_IN_SHARES = 12
 
 
@@ -30,6 +30,18 @@ def test_hostile_tables_fp32(way: Way, lot: int) -> None:
         step = HostileStep(
             generator, arena, dtype=torch.float32, is_e4m3=False, head_dim=head_dim, softcap=0.0
         )
+        print(f"{step.drawn}, lengths {step.lengths}")
+        step.run()
+
+
+@pytest.mark.parametrize("lot", range(LOTS_BYTES))
+def test_hostile_tables_of_bytes(way: Way, lot: int) -> None:
+    """New tokens without a page: their lanes left a warp that met behind them."""
+    with drawn(way.device, "decode bytes", lot) as (generator, arena):
+        step = HostileStep(
+            generator, arena, is_e4m3=True, dtype=torch.bfloat16, appends=True,
+            page_size=generator.choice((1, 4, 16, 24)),
+        )  # fmt: skip
         print(f"{step.drawn}, lengths {step.lengths}")
         step.run()
 
