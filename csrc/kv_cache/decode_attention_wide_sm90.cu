@@ -17,9 +17,9 @@ namespace kernel_hub::kv_cache::decode::sm90 {
     EXPORT_SHORT(decode_attention_wide_sm90_##DTYPE##_hdim128_rows32, T, 128, 2) \
     EXPORT_SHORT(decode_attention_wide_sm90_##DTYPE##_hdim256, T, 256, 1)        \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 192, , 16, 3, 1, 2)                     \
-    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 256, , 16, 3, 1, 2)
+    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 256, _slots3, 16, 3, 1, 2)
 
-// {op}_wide_sm90_{dtype}_hdim{head_dim}[_rows32], {op}_{dtype}_hdim{head_dim}
+// {op}_wide_sm90_{dtype}_hdim{head_dim}[_rows32], {op}_{dtype}_hdim{head_dim}[_slots3]
 EXPORT_DTYPE(fp16, __half)
 EXPORT_DTYPE(bf16, __nv_bfloat16)
 

@@ -205,7 +205,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
         Config::kGeneral && (args.window_left >= 0 || args.softcap > 0.0f ||
                              args.alibi_slopes != nullptr || args.softmax_scale <= 0.0f);
     // A k_scale of 0: what is masked is -inf, and 0 times that is a nan.
-    const float scale_log2 = is_general          ? 1.0f
+    const float scale_log2 = is_general            ? 1.0f
                              : score_scale == 0.0f ? 1e-37f
                                                    : score_scale * kLog2e;
 

@@ -287,7 +287,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     box_rows = block_n if table is None else math.gcd(page_size, block_n)
     num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
     together = heads_a_group(problem, min(seqlen_k, problem.max_seqlen_k))
-    if is_dealt(problem, num_tiles):
+    if is_dealt(problem, num_tiles, stated.sizes["block_m"]):
         together = -problem.batch_size * num_heads
     numbers = (
         *strides_of(out),

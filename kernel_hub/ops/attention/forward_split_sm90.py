@@ -187,6 +187,7 @@ def best_way(problem: Problem, whole_rows: int = 0) -> Way:
     num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
     ways, is_packed = [], whole_rows > 0 and is_crowded(problem, whole_rows)
     is_short = whole_rows > 0 and _is_short_causal(problem)
+    is_bound = problem.cu_seqlens_k is None or problem.totals[1] <= problem.seqlens[1]
     for body in bodies_of(problem):
         tile = _tile(problem, body)
         if is_surely_in_turn(problem, tile, sizes[0]):
@@ -194,7 +195,7 @@ def best_way(problem: Problem, whole_rows: int = 0) -> Way:
         places, shares, parts = tile.blocks_at_once(num_sms), math.inf, 0
         if not is_packed:
             shares = mean_of(costs.split_us(each, tile, places) for each in sizes)
-        if body.mask == "causal" and not (body.has_few_rows or is_short):
+        if body.mask == "causal" and is_bound and not (body.has_few_rows or is_short):
             parts_us, most = prompt_parts_us(sizes[0], tile, places)
             if prompt_parts is not None:
                 parts_us, most = shares, prompt_parts

@@ -288,11 +288,11 @@ def heads_a_group(problem: Problem, seqlen_k: int) -> int:
     return max(1, -(-num_pairs // num_groups)) * group
 
 
-def is_dealt(problem: Problem, num_tiles: int) -> bool:
+def is_dealt(problem: Problem, num_tiles: int, block_m: int) -> bool:
     """Whether each block's tiles are known from the start: those of no more than two rounds that
     see ever fewer keys. Who asks for the second one early may have the longest first."""
     left, right = problem.window
-    is_ordered = left < 0 <= right and not problem.has_lengths and problem.seqlens[0] > _ROWS
+    is_ordered = left < 0 <= right and not problem.has_lengths and problem.seqlens[0] > block_m
     rounds = num_tiles / device_of(problem.q.device).num_sms
     return is_ordered and 1 < rounds <= (2 if problem.widest_head <= _ROWS else _DEALT_WIDE)
 

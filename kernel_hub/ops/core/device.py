@@ -117,6 +117,7 @@ def is_at_hand(like: torch.Tensor) -> bool:
 
 # What CPU tensors are planned for, where tests run kernels in an emulator.
 EMULATED = PlannedGpu(SM80, 7)
+_H100_BYTES_A_US, _H200_BYTES = 3.35e6, 100 << 30  # the least that an H200 has
 _pretended: PlannedGpu | None = None
 
 
@@ -148,9 +149,12 @@ def _properties(device: torch.device) -> Any:
 
 
 def _peak_bytes_a_us(found: Any) -> float:
-    """Two bits a wire and clock, which is in kHz; an H200's where torch does not say."""
+    """Two bits a wire and clock, which is in kHz; where torch does not say, an H200's or, of less
+    memory, an H100's."""
     clock, bits = (getattr(found, x, 0) for x in ("memory_clock_rate", "memory_bus_width"))
-    return 2 * clock * bits / 8 / 1e3 or EMULATED.peak_bytes_a_us
+    is_large = getattr(found, "total_memory", _H200_BYTES) >= _H200_BYTES
+    supposed = EMULATED.peak_bytes_a_us if is_large else _H100_BYTES_A_US
+    return 2 * clock * bits / 8 / 1e3 or supposed
 
 
 @contextlib.contextmanager

@@ -140,7 +140,8 @@ class Variant:
 
 
 VARIANTS = (
-    *(Variant("", head_dim, 2, is_sm90=True) for head_dim in (192, 256)),  # before others' own
+    Variant("", 192, 2, is_sm90=True),
+    Variant("_slots3", MANY_COLUMNS, 2, is_sm90=True),  # before that of others
     *(
         Variant(suffix, head_dim, cache_bytes)
         for cache_bytes, token in ((2, ""), (1, "_e4m3"))

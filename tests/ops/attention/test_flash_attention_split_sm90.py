@@ -201,6 +201,24 @@ def test_prompts_in_parts_that_are_drawn(
     assert floats == tiles * parts * 128 * 98 > 3 * 7 * 128 * 98 and pieces
 
 
+@pytest.mark.usefixtures("pieces")
+def test_more_keys_than_the_caller_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts by max_seqlen_k had no places for pieces of those that cu_seqlens_k gives."""
+    monkeypatch.setattr(SPLIT, "prompt_parts", 2)
+    monkeypatch.setattr(SPLIT, "cuts_tiles", True)
+    planned = taken(monkeypatch, SPLIT, lambda planned, *_: planned.numbers)
+    q, k = (torch.ones(rows, 2, 128, dtype=torch.bfloat16) for rows in (300, 1500))
+    bounds = [torch.tensor([0, rows], dtype=torch.int32) for rows in (300, 1500)]
+    for most, together in ((1500, 0), (500, 1)):
+        with hopper_attention(monkeypatch, 3):
+            forget_all()
+            out = flash_attention(
+                q, k, k, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1],
+                max_seqlen_q=300, max_seqlen_k=most, causal=True,
+            )  # fmt: skip
+        assert planned[-1][21] == together and bool((out == 1).all())
+
+
 @pytest.mark.parametrize("is_cut", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_merges_that_look_at_many_tiles(

@@ -154,13 +154,16 @@ def test_two_rounds_are_dealt() -> None:
     def is_dealt(batch_size: int, seqlen: int, heads: int, **options: Any) -> bool:
         problem = prompts(batch_size, seqlen, (heads, heads))._replace(**options)
         with pretend(PlannedGpu((9, 0), 132)):
-            return bool(COSTS.is_dealt(problem, -(-seqlen // 128) * batch_size * heads))
+            return bool(COSTS.is_dealt(problem, -(-seqlen // 128) * batch_size * heads, 128))
 
     assert is_dealt(7, 629, 5)  # 16.6, 14.3
     assert not is_dealt(7, 629, 5, window_left=300)
     assert not is_dealt(7, 629, 5, window_right=-1)
     assert not is_dealt(7, 629, 5, cache_seqlens=torch.empty(7, dtype=torch.int32, device="meta"))
     assert not is_dealt(3, 629, 5) and not is_dealt(14, 629, 5)
+    narrow = prompts(100, 150, (2, 2), 96)  # a tile of 192 rows each
+    with pretend(PlannedGpu((9, 0), 132)):
+        assert COSTS.is_dealt(narrow, 200, 128) and not COSTS.is_dealt(narrow, 200, 192)
 
 
 @pytest.mark.gpu

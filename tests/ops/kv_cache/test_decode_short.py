@@ -3,8 +3,10 @@ every number of blocks. On the CPU the kernels' source runs in the emulator."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from kernel_hub.ops.core.device import pretend as plan_for
 from kernel_hub.ops.core.launch import Launch, forget_all
 from kernel_hub.ops.kv_cache import decode_short
 from kernel_hub.ops.kv_cache.decode_plan import DecodeGiven
+
+DEVICE: Any = importlib.import_module("kernel_hub.ops.core.device")
 
 
 @pytest.fixture
@@ -230,3 +234,12 @@ def test_graph_with_growing_lengths(monkeypatch: pytest.MonkeyPatch, planned: li
         in_shape(monkeypatch, 8, blocks)
         check_replays(Step(Way("gpu", "cuda"), [1, 5, 250], page_size=16), 40, more=1)
     assert len(planned) == 3
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(80, H100), (94, H100), (141, H200)])
+def test_what_torch_does_not_say_of_memory(gib: int, expected: PlannedGpu) -> None:
+    """An old torch has no clock of it: an H100 planned as an H200."""
+    found = SimpleNamespace(total_memory=int(gib * 0.99 * 2**30))
+    assert DEVICE._peak_bytes_a_us(found) == expected.peak_bytes_a_us
+    said = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120, total_memory=1 << 33)
+    assert DEVICE._peak_bytes_a_us(said) == pytest.approx(3.35e6, rel=0.01)
