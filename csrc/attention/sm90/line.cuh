@@ -301,8 +301,7 @@ struct Walker {
         units = has_device_lengths(p) ? line.begin[p.batch_size] : line.begin[0] * p.batch_size;
         share = share_of(p, longest, units, gridDim.x);
         is_drawn = (has_device_lengths(p) || p.packing.together != 1) && p.packing.longest > 1 &&
-                   p.packing.longest != Packing::kAsTheyCome &&
-                   units > static_cast<int>(gridDim.x);
+                   p.packing.longest != Packing::kAsTheyCome && units > static_cast<int>(gridDim.x);
         first = 0;
         place = blockIdx.x;
         at = place * share;

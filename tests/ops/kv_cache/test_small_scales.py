@@ -33,11 +33,15 @@ def test_heads_whose_scale_is_subnormal(way: Way, most: float, head_dim: int) ->
         assert bool(decode_attention(q, *cache, cache_seqlens=lengths, **given).isfinite().all())
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [INT8, E4M3], ids=str)
-def test_a_head_whose_scale_is_zero(way: Way, kind: torch.dtype) -> None:
+def test_a_head_whose_scale_is_zero(
+    way: Way, kind: torch.dtype, dtype: torch.dtype, head_dim: int
+) -> None:
     """All keys are zeros: what is masked was 0 times minus infinity."""
-    cache = way.randn(2, 2, 40, 2, 64).mul(20).to(kind)
-    q = way.randn(2, 1, 4, 64, dtype=torch.bfloat16, seed=1)
+    cache = way.randn(2, 2, 40, 2, head_dim).mul(20).to(kind)
+    q = way.randn(2, 1, 4, head_dim, dtype=dtype, seed=1)
     lengths = torch.tensor([40, 17], dtype=torch.int32, device=way.device)
     scales = torch.tensor([[0.0, 0.01], [0.02, 0.03]], device=way.device)
     out, lse = decode_attention(
