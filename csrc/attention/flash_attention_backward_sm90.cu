@@ -96,18 +96,40 @@ __device__ __forceinline__ void each_work(const BackwardShared<C>& shared, Do&& 
     }
 }
 
+// What lies outside is no work: the first block looks at all sequences. A warp.
+template <typename T>
+__device__ __forceinline__ void report_sequences(const BackwardParameters<T>& p) {
+    if (blockIdx.x > 0) {
+        return;
+    }
+    const int batch_size = over(p.works.num_pairs, p.works.num_heads);
+#pragma unroll 1
+    for (int batch_idx = threadIdx.x % 32; batch_idx < batch_size; batch_idx += 32) {
+        const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
+        const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
+        report(p.flag, (queries.is_outside ? kQueriesOutside : 0) |
+                           keys_outside(keys, p.cache_seqlens, batch_idx));
+    }
+    __syncwarp();
+}
+
 template <class C>
 __device__ __forceinline__ void attention_backward_sm90(
     const BackwardParameters<typename C::T>& p) {
     BackwardShared<C> shared;
     shared.base = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
-    BackwardWork only = {};
-    if (!C::kGoesOn && !only.template find<C>(p, blockIdx.x)) {
+    Place place;
+    const bool has_work = !C::kGoesOn && BackwardWork::template locate<C>(p, blockIdx.x, place);
+    if (!C::kGoesOn && !has_work && blockIdx.x > 0) {  // the first one looks at all sequences
         wait_for_launch_before();
         return;
     }
     if (threadIdx.x == 0) {
         if (!C::kGoesOn) {
+            BackwardWork only = {};
+            if (has_work) {
+                only.find<C>(p, blockIdx.x, place);
+            }
             shared.work(0) = only;
         }
         tma_prefetch_map(p.q);
@@ -137,6 +159,7 @@ __device__ __forceinline__ void attention_backward_sm90(
                 add_dq<C>(p, shared, work, warp_idx - 1, added);
             });
         } else {
+            report_sequences(p);
             wait_for_launch_before();
             int added = 0;
             each_work(shared,
@@ -169,9 +192,10 @@ __device__ __forceinline__ void attention_backward_sm90(
             const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,            \
             int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                \
             int64_t dv_row_stride, int64_t dv_head_stride, int64_t parts_at, int num_blocks,       \
-            int num_pairs, int pairs_per_group, int num_kv_heads, int first_parted, int num_parts, \
-            int64_t num_blocks_q, int seqlen_q, int seqlen_k, int total_q, int total_k, int group, \
-            int head_dim, int window_left, int window_right, int sums, float softmax_scale) {      \
+            int num_pairs, int pairs_per_group, int num_kv_heads, int num_works, int first_parted, \
+            int num_parts, int64_t num_blocks_q, int seqlen_q, int seqlen_k, int total_q,          \
+            int total_k, int group, int head_dim, int window_left, int window_right, int sums,     \
+            float softmax_scale) {                                                                 \
             attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                         \
                 {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                       \
                  .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                       \
@@ -187,8 +211,8 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .cu_seqlens_k = cu_seqlens_k,                                                     \
                  .cache_seqlens = cache_seqlens,                                                   \
                  .num_blocks_q = num_blocks_q,                                                     \
-                 .works = {num_blocks, num_pairs, pairs_per_group, num_kv_heads, first_parted,     \
-                           num_parts},                                                             \
+                 .works = {num_blocks, num_pairs, pairs_per_group, num_kv_heads, num_works,        \
+                           first_parted, num_parts},                                               \
                  .seqlen_q = seqlen_q,                                                             \
                  .seqlen_k = seqlen_k,                                                             \
                  .total_q = total_q,                                                               \
@@ -200,58 +224,56 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .softmax_scale = softmax_scale});                                                 \
         })
 
-#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                       \
-    DESCRIBED(                                                                                \
-        flash_attention_backward_sm90_##NAME##_delta,                                         \
-        "x: tiles of 16 query rows of every sequence, y: heads",                              \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                   \
-        extern "C" __global__ void                                                            \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                  \
-            float* workspace, int* flag, const T* out, const T* dout, const float* lse,       \
-            const int* cu_seqlens_q, int64_t out_batch_stride, int64_t out_row_stride,        \
-            int64_t out_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,      \
-            int64_t dout_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,      \
-            int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, int head_dim,     \
-            int padded_head_dim, int block_m, int sums) {                                     \
-            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                \
-                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, Sums(sums)}, \
-                flag, {out, out_batch_stride, out_row_stride, out_head_stride},               \
-                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,            \
-                lse_batch_stride, lse_head_stride,                                            \
-                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,          \
-                 padded_head_dim, block_m});                                                  \
+#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                          \
+    DESCRIBED(                                                                                   \
+        flash_attention_backward_sm90_##NAME##_delta,                                            \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                 \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                      \
+        extern "C" __global__ void                                                               \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                     \
+            float* workspace, const T* out, const T* dout, const float* lse,                     \
+            const int* cu_seqlens_q, int64_t out_batch_stride, int64_t out_row_stride,           \
+            int64_t out_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,         \
+            int64_t dout_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,         \
+            int64_t num_blocks_q, int batch_size, int num_tiles, int seqlen_q, int total_q,      \
+            int head_dim, int padded_head_dim, int block_m, int sums) {                          \
+            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                   \
+                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, Sums(sums)},    \
+                {out, out_batch_stride, out_row_stride, out_head_stride},                        \
+                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,               \
+                lse_batch_stride, lse_head_stride,                                               \
+                {cu_seqlens_q, num_blocks_q, batch_size, num_tiles, seqlen_q, total_q, head_dim, \
+                 padded_head_dim, block_m});                                                     \
         })
 
-#define EXPORT_CONVERT(NAME, T)                                                                   \
-    DESCRIBED(                                                                                    \
-        flash_attention_backward_sm90_##NAME##_convert,                                           \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                  \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                       \
-        extern "C" __global__ void                                                                \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                    \
-            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,     \
-            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,        \
-            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,               \
-            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,               \
-            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                 \
-            int num_kv_heads, int first_parted, int num_parts, int64_t num_blocks_q,              \
-            int num_tiles, int seqlen_q, int total_q, int head_dim, int padded_head_dim,          \
-            int block_m, int num_heads, int seqlen_k, int total_k, int block_n, int sums,         \
-            float softmax_scale) {                                                                \
-            attention_convert_sm90<T>(                                                            \
-                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, workspace,                  \
-                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,              \
-                 padded_head_dim, block_m},                                                       \
-                num_heads,                                                                        \
-                {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                            \
-                 {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                            \
-                 reinterpret_cast<const T*>(workspace + parts_at),                                \
-                 {num_blocks, num_pairs, pairs_per_group, num_kv_heads, first_parted, num_parts}, \
-                 cu_seqlens_k,                                                                    \
-                 seqlen_k,                                                                        \
-                 total_k,                                                                         \
-                 block_n},                                                                        \
-                Sums(sums).num_sums, num_heads * num_blocks_q * block_m, softmax_scale);          \
+#define EXPORT_CONVERT(NAME, T)                                                                  \
+    DESCRIBED(                                                                                   \
+        flash_attention_backward_sm90_##NAME##_convert,                                          \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                 \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                      \
+        extern "C" __global__ void                                                               \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                   \
+            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,    \
+            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,       \
+            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,              \
+            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,              \
+            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                \
+            int num_kv_heads, int num_works, int first_parted, int num_parts,                    \
+            int64_t num_blocks_q, int batch_size, int num_tiles, int seqlen_q, int total_q,      \
+            int head_dim, int padded_head_dim, int block_m, int num_heads, int seqlen_k,         \
+            int total_k, int block_n, int sums, float softmax_scale) {                           \
+            attention_convert_sm90<T>(                                                           \
+                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, workspace,                 \
+                {cu_seqlens_q, num_blocks_q, batch_size, num_tiles, seqlen_q, total_q, head_dim, \
+                 padded_head_dim, block_m},                                                      \
+                num_heads,                                                                       \
+                {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                           \
+                 {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                           \
+                 reinterpret_cast<const T*>(workspace + parts_at),                               \
+                 {num_blocks, num_pairs, pairs_per_group, num_kv_heads, num_works, first_parted, \
+                  num_parts},                                                                    \
+                 {cu_seqlens_k, seqlen_k, total_k, block_n}},                                    \
+                Sums(sums).num_sums, num_heads * num_blocks_q * block_m, softmax_scale);         \
         })
 
 // head_dim, then kBlockM.

@@ -103,6 +103,11 @@ struct BackwardParameters {
     float softmax_scale;
 };
 
+template <typename T>
+__device__ __forceinline__ RaggedKeys keys_of(const BackwardParameters<T>& p, int block_n) {
+    return {p.cu_seqlens_k, p.seqlen_k, p.total_k, block_n};
+}
+
 struct BackwardWork;
 
 // The barriers, and where things lie.
@@ -240,20 +245,26 @@ struct BackwardWork : Work {
         return min(key_block, -floor_div(m * C::kBlockM - window.start, C::kBlockN));
     }
 
-    // False: there is nothing to do.
+    // Where work or part `index` lies. False: there is none. Whole warps.
     template <class C>
-    __device__ __forceinline__ bool find(const BackwardParameters<typename C::T>& p, int index) {
+    static __device__ __forceinline__ bool locate(const BackwardParameters<typename C::T>& p,
+                                                  int index, Place& place) {
+        const int parted = over(max(index - p.works.first_parted, 0), p.works.num_parts);
+        return p.works.find(min(index, p.works.first_parted + parted), keys_of(p, C::kBlockN),
+                            place);
+    }
+
+    template <class C>
+    __device__ __forceinline__ void find(const BackwardParameters<typename C::T>& p, int index,
+                                         const Place& place) {
         part = index - p.works.first_parted;
         const int parted = over(max(part, 0), p.works.num_parts);
-        p.works.find(part < 0 ? index : p.works.first_parted + parted, batch_idx, head_idx,
-                     key_block);
+        batch_idx = place.batch_idx;
+        head_idx = place.head_idx;
+        key_block = place.key_block;
         const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
         const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
-        report(p.flag, threadIdx.x == 0 ? keys_outside(keys, p.cache_seqlens, batch_idx) : 0);
         const int first_key = key_block * C::kBlockN;
-        if (first_key >= keys.seqlen) {
-            return false;
-        }
         first_row = queries.first_row;
         first_block = first_block_of(p.cu_seqlens_q, first_row, batch_idx, p.seqlen_q, C::kBlockM);
         seqlen_q = queries.seqlen;
@@ -278,7 +289,6 @@ struct BackwardWork : Work {
         if (window.num_keys < C::kBlockN) {
             num_plain = 0;
         }
-        return true;
     }
 
     // Which rounds of the work are this block's, and where it begins.

@@ -94,19 +94,13 @@ struct BackwardProducer {
             if (nth > 1) {
                 mbarrier_wait(shared.work_empty(nth), nth / 2 % 2 ^ 1);
             }
-#pragma unroll 1
-            while (index < num_works) {
-                bool is_there = false;
-                if (lane_idx == 0) {
-                    is_there = work.template find<C>(p, index);
-                }
-                if (__shfl_sync(kAllLanes, is_there, 0)) {
-                    break;
-                }
-                index = take(num_works);
-            }
+            Place place;
+            const bool is_there =
+                index < num_works && BackwardWork::template locate<C>(p, index, place);
             if (lane_idx == 0) {
-                if (index >= num_works) {
+                if (is_there) {
+                    work.template find<C>(p, index, place);
+                } else {
                     work.num_iterations = -1;
                 }
                 work.first_iteration = first_iteration;
@@ -115,7 +109,7 @@ struct BackwardProducer {
             }
             __syncwarp();
             mbarrier_arrive_if(shared.work_full(nth), lane_idx == 0);
-            if (index >= num_works) {
+            if (!is_there) {
                 break;
             }
             if (work.num_iterations > 0) {
@@ -254,6 +248,9 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
 #pragma unroll 1
     for (int left = work.num_iterations; left > 0; --left) {
         float* sums = p.workspace.dq_sums + at.block() * (C::kBlockM * C::kHeadDim);
+        // Of a part's four tiles of 16 rows, those with rows of the sequence.
+        const int first_row = at.m * C::kBlockM + (C::kSplitsRows ? 64 * consumer : 0);
+        const int tiles = max(0, min(4, ceil_div(work.seqlen_q - first_row, kTileRows)));
         if (has_turns && is_first_lane) {
             // Before there is anything to add: it has mostly been passed on by then.
             const int earlier = at.earlier();
@@ -268,9 +265,11 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
             named_barrier_sync(Shared::kDqBarrier + consumer, Shared::kDqThreads);
             if (is_first_lane) {
                 const int panel = C::panel_of(consumer * C::kFirstParts + part);
-                bulk_reduce_add(sums + panel * (C::kDqBytes / 4),
-                                shared.base + C::kDq + consumer * C::kDqBytes,
-                                C::part_bytes(panel));
+                const int bytes = tiles * (C::part_bytes(panel) / 4);
+                if (bytes > 0) {
+                    bulk_reduce_add(sums + panel * (C::kDqBytes / 4),
+                                    shared.base + C::kDq + consumer * C::kDqBytes, bytes);
+                }
                 tma_store_commit();
                 tma_store_wait<0>();
                 mbarrier_arrive(shared.dq_empty(consumer));

@@ -10,16 +10,23 @@
 namespace kernel_hub::attention::backward::sm90 {
 
 constexpr int kRowThreads = 128, kMostHeadDim = 256;
-constexpr int kSumsAStep = 4 * kRowThreads / kTileRows;  // of a row, cleared at a time
+constexpr int kSumsAStep = 4 * kRowThreads / kTileRows;  // of 16 rows, cleared at a time
 
 // How the workspace is laid out, and where the rows lie in the tensors.
 struct RowBlocks {
     const int* cu_seqlens_q;
     int64_t num_blocks_q;  // of a head
-    int num_tiles;         // of 16 rows, of the longest sequence
+    int batch_size;
+    int num_tiles;  // of 16 rows, of the longest sequence
     int seqlen_q, total_q, head_dim;
     int padded, block_m;  // head_dim and kBlockM of the main kernel
 };
+
+// Where a fragment lies in a block's sums: panels of block_m x 64, the last one maybe narrower.
+__device__ __forceinline__ int fragment_at(const RowBlocks& p, int row16, int col8) {
+    const int width8 = min(p.padded / 8 - col8 / 8 * 8, 8);
+    return col8 / 8 * (p.block_m / 2) + row16 * width8 + col8 % 8;
+}
 
 // Which 16 rows of a head a block works on.
 struct RowTile {
@@ -27,27 +34,54 @@ struct RowTile {
     int first;          // row of its block in the workspace
     int64_t first_row;  // in the workspace
     int64_t token;      // of query 0, in the tensors
-    bool is_outside;    // cu_seqlens_q
 
+    // Whole warps.
     __device__ __forceinline__ explicit RowTile(const RowBlocks& p) {
-        batch_idx = blockIdx.x / p.num_tiles;
         head_idx = blockIdx.y;
+        if (p.cu_seqlens_q) {
+            find_ragged(p);
+            return;
+        }
+        batch_idx = blockIdx.x / p.num_tiles;
         first_query = blockIdx.x % p.num_tiles * kTileRows;
         first = first_query % p.block_m;
-        const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
-        seqlen = queries.seqlen;
-        is_outside = queries.is_outside;
-        token = queries.first_row;
-        const int first_block =
-            first_block_of(p.cu_seqlens_q, queries.first_row, batch_idx, p.seqlen_q, p.block_m);
+        seqlen = p.seqlen_q;
+        token = 0;
+        const int first_block = batch_idx * ceil_div(p.seqlen_q, p.block_m);
         first_row = (head_idx * p.num_blocks_q + first_block) * p.block_m + first_query;
+    }
+
+    // Of the blocks of the workspace, one after another: the last sequence that begins in this one
+    // or before it.
+    __device__ __forceinline__ void find_ragged(const RowBlocks& p) {
+        const int tiles_a_block = p.block_m / kTileRows, lane_idx = threadIdx.x % 32;
+        const int block = blockIdx.x / tiles_a_block;
+        int left = p.batch_size, chunk;
+        batch_idx = 0;
+        do {
+            chunk = ceil_div(left, 32);
+            const int own = batch_idx + lane_idx * chunk;
+            const bool begins =
+                lane_idx * chunk < left && p.cu_seqlens_q[own] / p.block_m + own <= block;
+            const int nth = max(__popc(__ballot_sync(kAllLanes, begins)), 1) - 1;
+            batch_idx += nth * chunk;
+            left = min(chunk, left - nth * chunk);
+        } while (chunk > 1);
+        const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
+        token = queries.first_row;
+        const int nth_block = block - (queries.first_row / p.block_m + batch_idx);
+        seqlen = nth_block >= 0 ? queries.seqlen : 0;
+        first = blockIdx.x % tiles_a_block * kTileRows;
+        first_query = nth_block * p.block_m + first;
+        first_row = (head_idx * p.num_blocks_q + block) * p.block_m + first;
     }
 };
 
-// delta, lse in units of log 2, zeros for the sums of dq, 0 for the turns; also in the rows that
-// fill up a sequence's last block of block_m. Eight threads a row of up to kPanels panels.
+// delta, lse in units of log 2 and 0 for the turns, also in the rows that fill up a sequence's last
+// block of block_m; zeros for the sums of dq of the sequence's rows. Eight threads a
+// row of up to kPanels panels.
 template <typename T, int kPanels>
-__device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace, int* flag,
+__device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace,
                                                      const Heads<const T>& out,
                                                      const Heads<const T>& dout, const float* lse,
                                                      int64_t lse_batch_stride,
@@ -57,7 +91,11 @@ __device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace,
         *workspace.taken = 0;
     }
     const RowTile tile(p);
-    report_if(flag, tile.is_outside && threadIdx.x == 0, kQueriesOutside);
+    // Of all blocks, whatever cu_seqlens_q say: who waits for a turn must not do so for ever.
+    const int nth_turn = threadIdx.x;
+    if (workspace.turns && nth_turn < workspace.sums.num_sums && tile.first == 0) {
+        workspace.turns[(nth_turn * workspace.num_rows + tile.first_row) / p.block_m] = 0;
+    }
     if (tile.first_query - tile.first >= tile.seqlen) {
         return;
     }
@@ -73,23 +111,23 @@ __device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace,
         out_bits[i] = is_there ? ld_global(out_row + column) : make_uint4(0, 0, 0, 0);
         dout_bits[i] = is_there ? ld_global(dout_row + column) : make_uint4(0, 0, 0, 0);
     }
-    float* sums = workspace.dq_sums + tile.first_row * p.padded;
-    const auto clear = [&](float* rows) {
+    float* sums = workspace.dq_sums + (tile.first_row - tile.first) * p.padded;
+    const auto clear = [&](float* block) {
 #pragma unroll
         for (int i = 0; i < kPanels * kPanelColumns / kSumsAStep; ++i) {
-            if (i * kSumsAStep < p.padded) {
-                st_global(rows + 4 * (i * kRowThreads + threadIdx.x), make_uint4(0, 0, 0, 0));
+            const int col8 = i * (kSumsAStep / 8) + threadIdx.x / 32;
+            if (8 * col8 < p.head_dim) {
+                const int place = fragment_at(p, tile.first / kTileRows, col8);
+                st_global(block + place * kFragment + threadIdx.x % 32 * 4, make_uint4(0, 0, 0, 0));
             }
         }
     };
-    clear(sums);
+    if (tile.first_query < tile.seqlen) {
+        clear(sums);
 #pragma unroll 1
-    for (int nth = 1; nth < workspace.sums.num_sums; ++nth) {
-        clear(sums + nth * workspace.num_rows * p.padded);
-    }
-    const int nth_turn = threadIdx.x;
-    if (workspace.turns && nth_turn < workspace.sums.num_sums && tile.first == 0) {
-        workspace.turns[(nth_turn * workspace.num_rows + tile.first_row) / p.block_m] = 0;
+        for (int nth = 1; nth < workspace.sums.num_sums; ++nth) {
+            clear(sums + nth * workspace.num_rows * p.padded);
+        }
     }
     float sum = 0.0f;
 #pragma unroll
@@ -125,37 +163,37 @@ struct Parts {
     Heads<T> dk, dv;
     const T* parts;  // as in BackwardParameters
     Works works;
-    const int* cu_seqlens_k;
-    int seqlen_k, total_k, block_n;
+    RaggedKeys keys;
 };
 
 // 16 rows of dk or dv: tile `nth` of those that were made in parts.
 template <typename T>
 __device__ __forceinline__ void add_parts(const Parts<T>& p, int nth, int head_dim) {
     const bool is_dv = nth % 2;
-    const int row_in_block = nth / 2 % (p.block_n / kTileRows) * kTileRows + threadIdx.x / 8;
-    const int parted = nth / 2 / (p.block_n / kTileRows);
+    const int block_n = p.keys.block_n;
+    const int row_in_block = nth / 2 % (block_n / kTileRows) * kTileRows + threadIdx.x / 8;
+    const int parted = nth / 2 / (block_n / kTileRows);
     const Works& works = p.works;
-    if (works.first_parted + parted >= works.num_blocks * works.num_pairs) {
+    Place place;
+    if (works.first_parted + parted >= works.num_works ||
+        !works.find(works.first_parted + parted, p.keys, place)) {
         return;
     }
-    int batch_idx, head_idx, key_block;
-    works.find(works.first_parted + parted, batch_idx, head_idx, key_block);
-    const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
-    const int key = key_block * p.block_n + row_in_block;
+    const Sequence keys(p.keys.cu_seqlens, place.batch_idx, p.keys.longest, p.keys.total);
+    const int key = place.key_block * block_n + row_in_block;
     if (key >= keys.seqlen) {
         return;
     }
     const int64_t first = works.part_of(is_dv, parted * works.num_parts);
-    const T* parts = p.parts + (first * p.block_n + row_in_block) * head_dim;
-    T* to = (is_dv ? p.dv : p.dk).at(batch_idx, keys.first_row + key, head_idx);
+    const T* parts = p.parts + (first * block_n + row_in_block) * head_dim;
+    T* to = (is_dv ? p.dv : p.dk).at(place.batch_idx, keys.first_row + key, place.head_idx);
 #pragma unroll 1
     for (int column = threadIdx.x % 8 * 8; column < head_dim; column += kPanelColumns) {
         float sums[8] = {};
 #pragma unroll 4
         for (int i = 0; i < works.num_parts; ++i) {
             float values[8];
-            unpack<T>(ld_global(parts + static_cast<int64_t>(i) * p.block_n * head_dim + column),
+            unpack<T>(ld_global(parts + static_cast<int64_t>(i) * block_n * head_dim + column),
                       values);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
@@ -189,9 +227,7 @@ __device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const
         if (8 * col8 >= p.head_dim) {
             return;
         }
-        // Panels of block_m x 64, the last one maybe narrower.
-        const int width8 = min(p.padded / 8 - col8 / 8 * 8, 8);
-        const int place = col8 / 8 * (p.block_m / 2) + row16 * width8 + col8 % 8;
+        const int place = fragment_at(p, row16, col8);
         const float* fragment =
             dq_sums + (tile.first_row - tile.first) * p.padded + place * kFragment + 16 * row_idx;
         float values[2][8] = {};

@@ -4,6 +4,9 @@
 
 #include <stdint.h>
 
+#include "attention/backward/problem.cuh"
+#include "kernel_hub/math.cuh"
+
 namespace kernel_hub::attention::backward::sm90 {
 
 // Of numbers that are not negative: half of the instructions of `/`.
@@ -43,6 +46,31 @@ struct Workspace {
           turns(sums.has_turns ? taken + 1 : nullptr) {}
 };
 
+// The sum of `value` over the lanes up to this one.
+__device__ __forceinline__ int sum_of_lanes(int value) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int left = __shfl_up_sync(kAllLanes, value, step);
+        value += threadIdx.x % 32 >= step ? left : 0;
+    }
+    return value;
+}
+
+// Where keys of sequences lie that are told apart by bounds on the device.
+struct RaggedKeys {
+    const int* cu_seqlens;  // null: all have as many
+    int longest, total, block_n;
+
+    // Those of a sequence.
+    __device__ __forceinline__ int blocks(int batch_idx) const {
+        return ceil_div(Sequence(cu_seqlens, batch_idx, longest, total).seqlen, block_n);
+    }
+};
+
+struct Place {
+    int batch_idx, head_idx, key_block;
+};
+
 // A block of keys of a head of dk and dv is a work. Those from `first_parted` on, the last ones,
 // are shared by `num_parts` blocks each, where all of them whole would end unevenly.
 struct Works {
@@ -50,11 +78,11 @@ struct Works {
     int num_pairs;        // of a sequence and a head of dk
     int pairs_per_group;  // this many run through their blocks of keys together
     int num_heads;        // of dk
+    int num_works;        // of ragged sequences no fewer than there are
     int first_parted, num_parts;
 
     // How many blocks there is work for.
     __device__ __forceinline__ int count() const {
-        const int num_works = num_blocks * num_pairs;
         return first_parted + (num_works - first_parted) * num_parts;
     }
     // Where a part of dk or dv lies, in blocks of keys: those of dv follow those of dk.
@@ -62,16 +90,101 @@ struct Works {
         return (is_dv ? count() - first_parted : 0) + part;
     }
     // NOTE: of a pair, lower keys have lower works: what a block waits for begins before it.
-    __device__ __forceinline__ void find(int work, int& batch_idx, int& head_idx,
-                                         int& key_block) const {
-        const int group_blocks = pairs_per_group * num_blocks;
-        const int first_pair = over(work, group_blocks) * pairs_per_group;
-        const int group_size = min(pairs_per_group, num_pairs - first_pair);
-        const int rest = work - first_pair * num_blocks;
-        key_block = over(rest, group_size);
+    // False: there are not so many. Whole warps, the same work in all lanes.
+    __device__ __forceinline__ bool find(int work, const RaggedKeys& keys, Place& place) const {
+        int pairs = num_pairs, blocks = num_blocks, pairs_a_group = pairs_per_group, first = 0;
+        if (keys.cu_seqlens) {
+            // Of so many sequences the first blocks of keys come first, then the second ones.
+            const int sequences = max(over(pairs_per_group, num_heads), 1);
+            int left;
+            if (!find_sequences(keys, sequences, work, first, left)) {
+                return false;
+            }
+            if (left > 1) {
+                place = find_in_group(keys, work, first, left);
+                return true;
+            }
+            pairs = num_heads;
+            blocks = keys.blocks(first);
+            pairs_a_group = min(pairs_per_group, num_heads);
+        }
+        const int group_blocks = pairs_a_group * blocks;
+        const int first_pair = over(work, group_blocks) * pairs_a_group;
+        const int group_size = min(pairs_a_group, pairs - first_pair);
+        const int rest = work - first_pair * blocks, key_block = over(rest, group_size);
         const int pair = first_pair + rest - key_block * group_size;
-        batch_idx = over(pair, num_heads);
-        head_idx = pair - batch_idx * num_heads;
+        const int nth = over(pair, num_heads);
+        place = {first + nth, pair - nth * num_heads, key_block};
+        return true;
+    }
+
+  private:
+    // Which `sequences` sequences, or the `left` last ones, have a work, which becomes one of
+    // theirs.
+    __device__ __forceinline__ bool find_sequences(const RaggedKeys& keys, int sequences, int& work,
+                                                   int& first, int& left) const {
+        const int lane_idx = threadIdx.x % 32;
+        int chunk;
+        left = over(num_pairs, num_heads);
+        do {
+            chunk = over(left + 32 * sequences - 1, 32 * sequences) * sequences;
+            const int begin = min(left, lane_idx * chunk), end = min(left, begin + chunk);
+            int own = 0;
+#pragma unroll 2
+            for (int i = begin; i < end; ++i) {
+                own += keys.blocks(first + i);
+            }
+            own *= num_heads;
+            const int last = sum_of_lanes(own);
+            const int before = __popc(__ballot_sync(kAllLanes, last <= work));
+            if (before == 32) {
+                return false;
+            }
+            work -= __shfl_sync(kAllLanes, last - own, before);
+            first += before * chunk;
+            left = min(chunk, left - before * chunk);
+        } while (chunk > sequences);
+        return true;
+    }
+    // Of `count` sequences from `first` on, which run through their blocks of keys together.
+    __device__ __forceinline__ Place find_in_group(const RaggedKeys& keys, int work, int first,
+                                                   int count) const {
+        const int lane_idx = threadIdx.x % 32;
+        // The last block of keys before which there is no more work.
+        int low = 0, high = num_blocks, before = 0;
+#pragma unroll 1
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            int own = 0;
+#pragma unroll 1
+            for (int i = lane_idx; i < count; i += 32) {
+                own += min(keys.blocks(first + i), middle);
+            }
+            const int works = num_heads * __reduce_add_sync(kAllLanes, own);
+            if (works <= work) {
+                low = middle;
+                before = works;
+            } else {
+                high = middle;
+            }
+        }
+        const int of_block = work - before;
+        int nth = over(of_block, num_heads);
+        Place place = {first, of_block - nth * num_heads, low};
+        unsigned others;
+#pragma unroll 1
+        while (true) {
+            const int own = place.batch_idx + lane_idx;
+            others = __ballot_sync(kAllLanes, own < first + count && keys.blocks(own) > low);
+            if (nth < __popc(others)) {
+                break;
+            }
+            nth -= __popc(others);
+            place.batch_idx += 32;
+        }
+        const bool is_it = others >> lane_idx & 1 && __popc(others & ((1u << lane_idx) - 1)) == nth;
+        place.batch_idx += __ffs(__ballot_sync(kAllLanes, is_it)) - 1;
+        return place;
     }
 };
 

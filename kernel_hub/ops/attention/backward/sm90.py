@@ -21,6 +21,7 @@ from ..problem import (
     strides_of,
     tensor_map,
 )  # fmt: skip
+from . import ragged
 from .works import Pairs, Parting, Traffic, parting, turns
 
 _empty_like = torch.empty_like
@@ -194,7 +195,10 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     num_rows = num_heads * num_blocks_q * body.block_m
     key_blocks, block_n = body.key_blocks(problem), stated.sizes["block_n"]
     num_pairs, group = batch_size * num_kv_heads, num_heads // num_kv_heads
-    pair_bytes = (2 * q.element_size() + 4) * group * seqlen_q * body.head_dim
+    planned_q = seqlen_q if cu_q is None else ragged.bound(seqlen_q, total_q, batch_size)
+    is_ragged = problem.cu_seqlens_k is not None
+    planned_k = ragged.bound(seqlen_k, total_k, batch_size) if is_ragged else seqlen_k
+    pair_bytes = (2 * q.element_size() + 4) * group * planned_q * body.head_dim
     # Causal: the blocks with the most queries first, but those of a few heads after another.
     most = max(1, _L2_BYTES // max(1, pair_bytes))
     # Of one size: a small group at the end would begin with its longest works.
@@ -203,45 +207,57 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     # Where works of fewer rounds are through with more heads.
     drifting = pair_bytes if group > 1 and (is_causal or problem.window_left >= 0) else 0
     about = (
-        (seqlen_q, seqlen_k), (problem.window_left, problem.window_right), (body.block_m, block_n),
-        group,
+        (planned_q, planned_k), (problem.window_left, problem.window_right),
+        (body.block_m, block_n), group,
     )  # fmt: skip
+    num_works = key_blocks * num_pairs
+    if is_ragged:  # no more than there may be, whatever lengths are
+        num_works = min(num_works, (total_k // block_n + batch_size) * num_kv_heads)
     sums, pairs_a_group = -1, together if is_causal else 1
     free = Pairs(num_pairs, pairs_a_group, drifting)
     if deterministic and key_blocks > 2:  # sums of two have one order
         row_bytes = (2 * q.element_size() + 8) * body.head_dim
         sum_bytes = 4 * num_rows * body.head_dim
         # Where each sequence has its own length.
-        longest = 1.0 if cu_q is None else max(1.0, seqlen_q * batch_size / total_q)
+        longest = 1.0 if cu_q is None else max(1.0, planned_q * batch_size / total_q)
         read = Traffic(
             int(pair_bytes / longest), row_bytes * body.block_m, sum_bytes, block_n == 64, longest
         )
-        sums, pairs_a_group, parted = turns(
-            *about,
-            free,
-            read,
-            num_sms,
-            goes_on=body.goes_on,
+        sums, pairs_a_group, parted = turns(*about, free, read, num_sms, goes_on=body.goes_on)
+        if sums < 0 and key_blocks > -2 * sums:  # those of longer sequences than were planned for
+            sums = 1
+        if is_ragged and parted.first > 0:
+            parted = Parting(num_works, 1)
+    elif is_ragged:
+        count = ragged.parting(
+            about[0], total_k, batch_size, *about[1:], free, num_sms, goes_on=body.goes_on
         )
+        parted = Parting(0 if count > 1 else num_works, count)
     else:
         parted = parting(*about, free, num_sms, goes_on=body.goes_on)
+    if is_ragged:
+        pairs_a_group = ragged.together(pairs_a_group, num_kv_heads, batch_size)
     num_turns = max(0, sums) * num_heads * num_blocks_q
     parts_at = num_rows * (abs(sums) * body.head_dim + 2) + 1 + num_turns
     parts_at = -(-parts_at // 4) * 4  # in units of 16 bytes
-    num_works = key_blocks * num_pairs
     row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
     num_tiles = row_tiles * batch_size
+    if cu_q is not None:  # of the blocks of the workspace
+        num_tiles = num_blocks_q * body.block_m // rows.sizes["block_m"]
     # The last kernel also adds up parts of dk and dv, by more blocks of as many rows.
     part_tiles = 2 * (num_works - parted.first) * block_n // rows.sizes["block_m"]
     part_blocks = -(-part_tiles // num_tiles)
     if num_heads + part_blocks >= 1 << 16:  # of a grid
         parted, part_blocks = Parting(num_works, 1), 0
     num_parts = (num_works - parted.first) * parted.blocks
-    works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, *parted
+    works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, num_works, *parted
     num_words = parts_at + num_parts * block_n * head_dim  # two of 16 bits, dk and dv
     workspace = q.new_empty((num_words,), dtype=torch.float32)
 
-    place = num_blocks_q, row_tiles, seqlen_q, total_q, head_dim, body.head_dim, body.block_m
+    place = (
+        num_blocks_q, batch_size, row_tiles, seqlen_q, total_q, head_dim, body.head_dim,
+        body.block_m,
+    )  # fmt: skip
     before = BackwardLaunch(
         functions[0], (num_tiles, num_heads, 1), rows.block, rows.shared_bytes,
         (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, sums),
@@ -290,7 +306,7 @@ def launch(
     function, grid, block, shared_bytes, numbers = before
     function(
         grid, block, shared_bytes, None,
-        (workspace, flag, out, dout, lse, cu_seqlens_q, *numbers), programmatic=True,
+        (workspace, out, dout, lse, cu_seqlens_q, *numbers), programmatic=True,
     )  # fmt: skip
     function, grid, block, shared_bytes, numbers = main
     function(

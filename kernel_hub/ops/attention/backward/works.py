@@ -22,6 +22,7 @@ _PART = 1.5
 _MOST_WORKS = 8  # a multiprocessor: with more of them the end is of no account
 _MOST_PARTS = 12  # a multiprocessor
 _COUNTS = (2, 3, 4, 6, 8, 12, 16)
+_LOOKED_AT = 512  # blocks of keys, of so many that their end is of no account
 _LEAST_GAIN = 0.04
 _GAIN, _PARTS_GAIN = 0.02, 0.04  # with turns; by more parts
 _IN_TURNS = 1.06  # what passing turns on costs where nobody waits
@@ -29,10 +30,14 @@ _FEW_WORKS, _ENOUGH_PARTS = 2, 4  # a multiprocessor, where parts are of heads
 # With turns: blocks of keys of a pair that run at a time; from one block's sums to the next one's
 # turn, in rounds; how many sums of dq there may be, what each adds to a row of 8,192 scores.
 _MEMBERS = 8
-_HOP = 1.2
+_HOP = 1.6
 _SUMS = (1, 2, 3, 4, 6, 8, 12, 16)
-_SUM = 1.44
+_SUM = 0.6
 _TURNS_BYTES, _RAGGED_BYTES, _FEW_BYTES = 25 << 20, 40 << 20, 67 << 20
+# Of causal ones that stay close, by tiles, and of those that do not; and what tells these apart: a
+# round's bytes on all multiprocessors.
+_CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES = 110 << 20, 72 << 20, 120 << 20
+_CLOSE_BYTES = 20 << 20
 # What of rounds' reads the L2 holds; each doubling beyond it makes a round so much longer.
 _L2_BYTES, _MISSED = 64 << 20, 0.45
 
@@ -81,36 +86,46 @@ class Traffic(NamedTuple):
     longest: float = 1.0
 
     def together(
-        self, num_pairs: int, num_sms: int, *, is_large: bool, is_causal: bool
-    ) -> list[int]:
+        self, num_pairs: int, num_sms: int, *, is_large: bool, is_causal: bool,
+        has_window: bool = False,
+    ) -> list[int]:  # fmt: skip
         """How many pairs may run at a time: what the L2 holds. Of few keys at a time, so that few
         wait for each other as they begin; where these move on together they need no more, nor do
-        those that do not drift far apart: few works, or causal ones."""
-        most = max(1, _TURNS_BYTES // max(1, self.pair_bytes))
-        room = max(1, _FEW_BYTES // max(1, self.pair_bytes))
+        those that do not drift far apart: few works, or causal ones, of which even fewer keys at a
+        time wait less."""
         few_keys = -(-num_sms // _MEMBERS)
-        if _HOP * num_sms * self.round_bytes <= _TURNS_BYTES:
+        is_close = num_sms * self.round_bytes <= _CLOSE_BYTES
+        most, room, causal, wide, apart = (
+            max(1, each // max(1, self.pair_bytes))
+            for each in (_TURNS_BYTES, _FEW_BYTES, _CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES)
+        )
+        if is_close:
             # Of shorter sequences there are no later keys.
             wanted = math.ceil(num_sms / _MEMBERS * self.longest)
             most = max(most, few_keys, min(wanted, _RAGGED_BYTES // max(1, self.pair_bytes)))
             found = [most] if is_large or self.is_wide else [most, 2 * most]
         elif is_large:
-            found = [max(most, min(few_keys, room)) if is_causal else most]
+            found = [most]
         else:
             found = [most, max(most, min(max(few_keys, 2 * most), room))]
-        return list(dict.fromkeys(-(-num_pairs // -(-num_pairs // n)) for n in found))
+        groups = [-(-num_pairs // n) for n in found]
+        if is_causal and not (is_close and has_window):
+            limit = apart if not is_close else wide if self.is_wide else causal
+            more = max(most, min(2 * few_keys, limit))
+            groups = [*([] if is_large else groups), max(1, round(num_pairs / more))]
+        return list(dict.fromkeys(-(-num_pairs // n) for n in groups))
 
     def of_sums(self, sums: int) -> float:
         """What more than one sum cost, in rounds for a round's rows and keys."""
         beyond = sums * self.sum_bytes / _TURNS_BYTES
-        return (sums - 1) * _SUM * (0.9 if self.is_wide else 1.0) * max(0.35, min(4.0, beyond))
+        return (sums - 1) * _SUM * (0.9 if self.is_wide else 1.0) * max(0.35, min(2.0, beyond))
 
 
 def _seen_by(
-    lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int]
+    lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], step: int = 1
 ) -> list[tuple[int, int]]:
     """The blocks of queries that see each block of keys: the first one and the one behind the last.
-    tile: queries and keys of a block."""
+    tile: queries and keys of a block; step: from one that is looked at to the next one."""
     (seqlen_q, seqlen_k), (block_m, block_n) = lengths, tile
     left, right = (
         length if bound < 0 else min(bound, length)
@@ -118,7 +133,7 @@ def _seen_by(
     )
     ahead, num_blocks_q = seqlen_k - seqlen_q, -(-seqlen_q // block_m)
     found = []
-    for first_key in range(0, seqlen_k, block_n):
+    for first_key in range(0, seqlen_k, step * block_n):
         home = first_key - ahead
         first = (home - right) // block_m if home > right else 0
         last_key = home + min(block_n, seqlen_k - first_key) - 1
@@ -129,10 +144,11 @@ def _seen_by(
 
 
 def rounds(
-    lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], group: int
-) -> list[int]:
+    lengths: tuple[int, int], window: tuple[int, int], tile: tuple[int, int], group: int,
+    step: int = 1,
+) -> list[int]:  # fmt: skip
     """Those of each block of keys, for `group` query heads."""
-    return [group * (stop - first) for first, stop in _seen_by(lengths, window, tile)]
+    return [group * (stop - first) for first, stop in _seen_by(lengths, window, tile, step)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,10 +158,13 @@ def parting(
 ) -> Parting:  # fmt: skip
     """The quickest one found."""
     start = _START_GOING_ON if goes_on else _START
-    of_blocks = rounds(lengths, window, tile, group)
-    num_works = len(of_blocks) * pairs.total
+    num_blocks = -(-lengths[1] // tile[1])
+    num_works = num_blocks * pairs.total
     if num_works > _MOST_WORKS * num_sms:
-        return _parting_of_many(of_blocks, pairs, num_sms, start)
+        step = max(1, num_blocks // _LOOKED_AT)
+        of_blocks = rounds(lengths, window, tile, group, step)
+        return _parting_of_many(of_blocks, num_blocks, pairs, num_sms, start)
+    of_blocks = rounds(lengths, window, tile, group)
     works = _in_order(of_blocks, pairs)
     slowed = pairs.slowed(len(of_blocks), num_sms)
     whole = [start + each * slowed for each in works]
@@ -178,16 +197,20 @@ def turns(
 ) -> Turns:  # fmt: skip
     """The same where works add to dq in one order. free: as without turns."""
     start = _START_GOING_ON if goes_on else _START
-    seen_by = _seen_by(lengths, window, tile)
-    num_blocks = len(seen_by)
+    num_blocks = -(-lengths[1] // tile[1])
     num_works = num_blocks * free.total
     is_large = num_works > _MOST_WORKS * num_sms
+    is_many = num_works > _MOST_PARTS * num_sms
+    step = max(1, num_blocks // _LOOKED_AT) if is_many else 1
+    seen_by = _seen_by(lengths, window, tile, step)
     of_blocks = [group * (end - first) for first, end in seen_by]
-    in_whole = num_blocks * start + sum(of_blocks)
-    behind = _behind(seen_by)
+    num_rounds = sum(of_blocks) * num_blocks / len(of_blocks)
+    in_whole = num_blocks * start + num_rounds
+    behind = [step * each for each in _behind(seen_by)]
     unordered = 2 if window[1] >= 0 else 1  # of each sum, that begin at once
-    is_causal = window[0] < 0 <= window[1]
-    togethers = read.together(free.total, num_sms, is_large=is_large, is_causal=is_causal)
+    togethers = read.together(
+        free.total, num_sms, is_large=is_large, is_causal=window[1] >= 0, has_window=window[0] >= 0
+    )
     counts = [n for n in _counts_in_turns(group) if num_works * n <= _MOST_PARTS * num_sms]
 
     @functools.cache
@@ -215,11 +238,11 @@ def turns(
         for count in (1, *counts):
             at_count = math.inf
             more_each = start + _PART * (count > 1)
-            in_parts = num_blocks * count * more_each + sum(of_blocks)
+            in_parts = num_blocks * count * more_each + num_rounds
             # Of the first pairs, that block begins after those before it that add to its sum.
             soonest = more + max(
                 max(0, behind[i] // sums + 1 - unordered) * _HOP + more_each + of_blocks[i] / count
-                for i in (0, num_blocks // 2, num_blocks - 1)
+                for i in (0, len(behind) // 2, -1)
             )
             for together in togethers:
                 # All works, or those of the last pairs that run together.
@@ -229,10 +252,14 @@ def turns(
                     most = least * (1 - (_PARTS_GAIN if count > best.parted.blocks else _GAIN))
                     if max(more + work / num_sms, 0 if first else soonest) >= most:
                         continue
-                    of_pairs = ((first, costs_of(1)), (free.total, costs_of(count)))
-                    taken = more + _taken_in_turns(
-                        of_pairs, behind, unordered, together, sums, num_sms, work, most - more
-                    )
+                    if is_many:
+                        hops = min(behind[-1] + 1, -(-num_sms // together)) / sums + 1 - unordered
+                        taken = more + work / num_sms + _HOP * max(0.0, hops)
+                    else:
+                        of_pairs = ((first, costs_of(1)), (free.total, costs_of(count)))
+                        taken = more + _taken_in_turns(
+                            of_pairs, behind, unordered, together, sums, num_sms, work, most - more
+                        )
                     at_count = min(at_count, taken)
                     if taken < most:
                         parted = Parting(first * num_blocks if count > 1 else num_works, count)
@@ -282,12 +309,7 @@ def _taken_in_turns(
 
     of_pairs: what they cost each up to that pair; work: all of them; behind: as `_behind`.
     """
-    num_pairs, costs = of_pairs[-1]
-    count = len(costs[0])
-    if len(costs) * num_pairs * count > _MOST_PARTS * num_sms:
-        at_once = -(-num_sms // (together * count))
-        hops = min(behind[-1] + 1, at_once) / sums + 1 - unordered
-        return work / num_sms + _HOP * max(0.0, hops)
+    num_pairs = of_pairs[-1][0]
     ends = [0.0] * num_sms
     # What they can wait for one another in all before it takes too long.
     patience = most * num_sms - work
@@ -335,15 +357,17 @@ def parts_of_group(num_works: int, group: int, num_sms: int) -> int:
 
 
 def _parting_of_many(
-    of_blocks: Sequence[float], pairs: Pairs, num_sms: int, start: float
+    of_blocks: Sequence[float], num_blocks: int, pairs: Pairs, num_sms: int, start: float
 ) -> Parting:
-    """Whose end is of no account: all by few heads, where that keeps a group together."""
-    best, least = Parting(len(of_blocks) * pairs.total, 1), math.inf
+    """Whose end is of no account: all by few heads, where that keeps a group together.
+
+    of_blocks: the rounds of some of the `num_blocks` blocks."""
+    best, least = Parting(num_blocks * pairs.total, 1), math.inf
     for count in (1, *_COUNTS):
-        slowed = pairs.slowed(len(of_blocks) * count, num_sms)
+        slowed = pairs.slowed(num_blocks * count, num_sms)
         more = start + _PART * (count > 1)
         costs = [more + -(-each // count) * slowed for each in of_blocks]
-        taken = pairs.total * count * sum(costs) / num_sms
+        taken = pairs.total * count * sum(costs) / len(costs) * num_blocks / num_sms
         taken += max(costs) / 2 if count > 1 else 0.0
         if taken < (1 - _LEAST_GAIN) * least:
             best, least = Parting(0, count) if count > 1 else best, taken

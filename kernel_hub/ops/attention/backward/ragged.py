@@ -1,0 +1,78 @@
+"""What attention's backward plans for sequences of which the host knows the longest and the sum."""
+
+from __future__ import annotations
+
+import functools
+
+from .works import (
+    _COUNTS,
+    _LEAST_GAIN,
+    _LOOKED_AT,
+    _PART,
+    _START,
+    _START_GOING_ON,
+    Pairs,
+    rounds,
+)  # fmt: skip
+
+# The longest one is planned as no more than so many usual ones: a bound may be the sum of all.
+_MOST_USUAL = 4
+_CLASSES = 8
+_STEPS = 30
+
+
+def bound(longest: int, total: int, batch_size: int) -> int:
+    """The length that is planned for."""
+    return max(1, min(longest, _MOST_USUAL * -(-total // batch_size)))
+
+
+def drawn(longest: int, total: int, batch_size: int) -> list[tuple[float, int]]:
+    """(how many sequences, their length), each class as much shorter than the one before it as
+    makes the sum."""
+    count = min(_CLASSES, batch_size)
+    wanted = total / batch_size * count / longest
+    low, high = 0.0, 1.0
+    for _ in range(_STEPS):
+        ratio = (low + high) / 2
+        low, high = (ratio, high) if sum(ratio**i for i in range(count)) < wanted else (low, ratio)
+    return [(batch_size / count, max(1, round(longest * high**i))) for i in range(count)]
+
+
+@functools.lru_cache(maxsize=256)
+def parting(
+    lengths: tuple[int, int], total_k: int, batch_size: int, window: tuple[int, int],
+    tile: tuple[int, int], group: int, pairs: Pairs, num_sms: int, *, goes_on: bool,
+) -> int:  # fmt: skip
+    """By how many blocks each work is shared. lengths: the longest; pairs: of all sequences."""
+    start = _START_GOING_ON if goes_on else _START
+    classes: list[tuple[float, list[int]]] = []
+    for count, length in drawn(lengths[1], total_k, batch_size):
+        num_blocks = -(-length // tile[1])
+        step = max(1, _CLASSES * num_blocks // _LOOKED_AT)
+        seqlen_q = max(1, lengths[0] * length // lengths[1])
+        found = rounds((seqlen_q, length), window, tile, group, step)
+        times = count * pairs.total / batch_size * num_blocks / len(found)
+        classes.append((times, found))
+    num_blocks = -(-lengths[1] // tile[1])
+    best, least = 1, float("inf")
+    for count in (1, *_COUNTS):
+        slowed = pairs.slowed(num_blocks * count, num_sms)
+        more = start + _PART * (count > 1)
+        whole = longest = 0.0
+        for times, found in classes:
+            costs = [more + -(-each // count) * slowed for each in found]
+            whole += times * count * sum(costs)
+            longest = max(longest, *costs)
+        # Nobody knows which of them come last.
+        taken = max(longest, whole / num_sms + longest / 2)
+        if taken < (1 - _LEAST_GAIN) * least:
+            best, least = count, taken
+    return best
+
+
+def together(pairs: int, num_heads: int, batch_size: int) -> int:
+    """About so many pairs, of whole sequences or of one: as many of them each time."""
+    total = num_heads if pairs < num_heads else batch_size
+    wanted = max(1, pairs if pairs < num_heads else pairs // num_heads)
+    each = -(-total // -(-total // wanted))
+    return each if pairs < num_heads else each * num_heads
