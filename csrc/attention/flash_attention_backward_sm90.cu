@@ -12,7 +12,9 @@
 // Three kernels. Their workspace is laid out in blocks of kBlockM query rows (each sequence starts
 // a new block): sums of dq [head][block][panel of 64 columns or what is left][16 rows][8 columns]
 // [fragment], row values [head][row].
-//   ..._delta    a block 16 rows of a head: delta, lse in units of log 2, zeros for the sums of dq
+//   ..._delta    a block 16 rows of a head: delta, lse in units of log 2, zeros for the sums of dq;
+//                of ragged keys one more block: the order of the sequences, the longest first, and
+//                how many blocks of keys they have, so that works and grids have no gaps
 //   (main)       a work is 128 keys, of wide heads 64: loops over the query heads of a group and
 //                over the blocks of kBlockM queries that see the keys. Works at the end, which
 //                would leave multiprocessors idle, are shared by several blocks: each makes a part
@@ -119,6 +121,9 @@ __device__ __forceinline__ void attention_backward_sm90(
     BackwardShared<C> shared;
     shared.base = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
     Place place;
+    if (!C::kGoesOn && p.cu_seqlens_k) {
+        wait_for_launch_before();  // which finds their order
+    }
     const bool has_work = !C::kGoesOn && BackwardWork::template locate<C>(p, blockIdx.x, place);
     if (!C::kGoesOn && !has_work && blockIdx.x > 0) {  // the first one looks at all sequences
         wait_for_launch_before();
@@ -201,7 +206,8 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                       \
                  .parts = reinterpret_cast<T*>(workspace + parts_at),                              \
                  .workspace = {workspace, num_kv_heads * group * num_blocks_q * BLOCK_M, HEAD_DIM, \
-                               Sums(sums)},                                                        \
+                               Sums(sums),                                                         \
+                               RaggedKeys::count(cu_seqlens_k, num_pairs / num_kv_heads)},         \
                  .flag = flag,                                                                     \
                  .q = &q,                                                                          \
                  .k = &k,                                                                          \
@@ -232,18 +238,21 @@ __device__ __forceinline__ void attention_backward_sm90(
         extern "C" __global__ void                                                               \
         __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                     \
             float* workspace, const T* out, const T* dout, const float* lse,                     \
-            const int* cu_seqlens_q, int64_t out_batch_stride, int64_t out_row_stride,           \
-            int64_t out_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,         \
-            int64_t dout_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,         \
-            int64_t num_blocks_q, int batch_size, int num_tiles, int seqlen_q, int total_q,      \
-            int head_dim, int padded_head_dim, int block_m, int sums) {                          \
+            const int* cu_seqlens_q, const int* cu_seqlens_k, int64_t out_batch_stride,          \
+            int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,          \
+            int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,         \
+            int64_t lse_head_stride, int64_t num_blocks_q, int batch_size, int num_tiles,        \
+            int seqlen_q, int total_q, int head_dim, int padded_head_dim, int block_m,           \
+            int seqlen_k, int total_k, int block_n, int sums) {                                  \
             attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                   \
-                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, Sums(sums)},    \
+                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, Sums(sums),     \
+                 RaggedKeys::count(cu_seqlens_k, batch_size)},                                   \
                 {out, out_batch_stride, out_row_stride, out_head_stride},                        \
                 {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,               \
                 lse_batch_stride, lse_head_stride,                                               \
                 {cu_seqlens_q, num_blocks_q, batch_size, num_tiles, seqlen_q, total_q, head_dim, \
-                 padded_head_dim, block_m});                                                     \
+                 padded_head_dim, block_m},                                                      \
+                {cu_seqlens_k, seqlen_k, total_k, block_n, batch_size, nullptr});                \
         })
 
 #define EXPORT_CONVERT(NAME, T)                                                                  \
@@ -272,7 +281,11 @@ __device__ __forceinline__ void attention_backward_sm90(
                  reinterpret_cast<const T*>(workspace + parts_at),                               \
                  {num_blocks, num_pairs, pairs_per_group, num_kv_heads, num_works, first_parted, \
                   num_parts},                                                                    \
-                 {cu_seqlens_k, seqlen_k, total_k, block_n}},                                    \
+                 {cu_seqlens_k, seqlen_k, total_k, block_n, batch_size,                          \
+                  reinterpret_cast<int*>(workspace +                                             \
+                                         num_heads * num_blocks_q * block_m *                    \
+                                             (Sums(sums).num_sums * padded_head_dim + 2)) +      \
+                      1}},                                                                       \
                 Sums(sums).num_sums, num_heads * num_blocks_q * block_m, softmax_scale);         \
         })
 

@@ -142,6 +142,24 @@ def test_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(counted) == len({*counted})
 
 
+def test_of_many_blocks_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a longest length it is the sum of all, and each block took 5 to 10 us.
+    looked_at: list[int] = []
+    seen_by = works._seen_by
+
+    def noting(*given: Any) -> list[tuple[int, int]]:
+        found = seen_by(*given)
+        looked_at.append(len(found))
+        return found
+
+    monkeypatch.setattr(works, "_seen_by", noting)
+    for cached in (turns, parting):
+        cached.cache_clear()
+    assert in_turns(1 << 21, 8, causal=True).sums == 1
+    assert parted(1 << 21, 8, causal=True) == Parting(8 << 15, 1)
+    assert max(looked_at) <= 2 * works._LOOKED_AT
+
+
 def test_of_ragged_sequences_more_run_together() -> None:
     def together(read: Traffic, *, is_causal: bool = False) -> list[int]:
         return read.together(300, 132, is_large=True, is_causal=is_causal)
@@ -150,4 +168,4 @@ def test_of_ragged_sequences_more_run_together() -> None:
     assert [together(each) for each in (read, read._replace(longest=2.0))] == [[25], [30]]
     # Causal blocks of wide heads stay close enough beyond what the L2 holds.
     wide = Traffic(5 << 20, 1 << 18, 1 << 25, True)
-    assert [together(wide), together(wide, is_causal=True)] == [[5], [13]]
+    assert [together(wide), together(wide, is_causal=True)] == [[5], [25]]

@@ -105,7 +105,12 @@ struct BackwardParameters {
 
 template <typename T>
 __device__ __forceinline__ RaggedKeys keys_of(const BackwardParameters<T>& p, int block_n) {
-    return {p.cu_seqlens_k, p.seqlen_k, p.total_k, block_n};
+    return {p.cu_seqlens_k,
+            p.seqlen_k,
+            p.total_k,
+            block_n,
+            over(p.works.num_pairs, p.works.num_heads),
+            p.workspace.order};
 }
 
 struct BackwardWork;

@@ -83,6 +83,9 @@ struct BackwardProducer {
 
     // The works of the block, one after another.
     __device__ __forceinline__ void find_and_load() {
+        if (p.cu_seqlens_k) {
+            wait_once();  // for their order
+        }
         const int num_works = p.works.count();
         // In turns no block has a work before it runs: those that run may wait for it.
         const bool may_wait = p.workspace.sums.has_turns && num_works > static_cast<int>(gridDim.x);

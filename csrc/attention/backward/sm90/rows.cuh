@@ -36,14 +36,14 @@ struct RowTile {
     int64_t token;      // of query 0, in the tensors
 
     // Whole warps.
-    __device__ __forceinline__ explicit RowTile(const RowBlocks& p) {
+    __device__ __forceinline__ explicit RowTile(const RowBlocks& p, int nth) {
         head_idx = blockIdx.y;
         if (p.cu_seqlens_q) {
-            find_ragged(p);
+            find_ragged(p, nth);
             return;
         }
-        batch_idx = blockIdx.x / p.num_tiles;
-        first_query = blockIdx.x % p.num_tiles * kTileRows;
+        batch_idx = nth / p.num_tiles;
+        first_query = nth % p.num_tiles * kTileRows;
         first = first_query % p.block_m;
         seqlen = p.seqlen_q;
         token = 0;
@@ -53,9 +53,9 @@ struct RowTile {
 
     // Of the blocks of the workspace, one after another: the last sequence that begins in this one
     // or before it.
-    __device__ __forceinline__ void find_ragged(const RowBlocks& p) {
+    __device__ __forceinline__ void find_ragged(const RowBlocks& p, int nth_tile) {
         const int tiles_a_block = p.block_m / kTileRows, lane_idx = threadIdx.x % 32;
-        const int block = blockIdx.x / tiles_a_block;
+        const int block = nth_tile / tiles_a_block;
         int left = p.batch_size, chunk;
         batch_idx = 0;
         do {
@@ -71,7 +71,7 @@ struct RowTile {
         token = queries.first_row;
         const int nth_block = block - (queries.first_row / p.block_m + batch_idx);
         seqlen = nth_block >= 0 ? queries.seqlen : 0;
-        first = blockIdx.x % tiles_a_block * kTileRows;
+        first = nth_tile % tiles_a_block * kTileRows;
         first_query = nth_block * p.block_m + first;
         first_row = (head_idx * p.num_blocks_q + block) * p.block_m + first;
     }
@@ -85,12 +85,24 @@ __device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace,
                                                      const Heads<const T>& out,
                                                      const Heads<const T>& dout, const float* lse,
                                                      int64_t lse_batch_stride,
-                                                     int64_t lse_head_stride, const RowBlocks& p) {
+                                                     int64_t lse_head_stride, const RowBlocks& p,
+                                                     RaggedKeys keys) {
     follow_launch_before();
     if (blockIdx.x + blockIdx.y + threadIdx.x == 0) {
         *workspace.taken = 0;
     }
-    const RowTile tile(p);
+    int nth = blockIdx.x;
+    if (keys.cu_seqlens) {
+        if (nth == 0) {
+            if (blockIdx.y == 0) {
+                keys.order = workspace.order;
+                make_order(keys);
+            }
+            return;
+        }
+        --nth;
+    }
+    const RowTile tile(p, nth);
     // Of all blocks, whatever cu_seqlens_q say: who waits for a turn must not do so for ever.
     const int nth_turn = threadIdx.x;
     if (workspace.turns && nth_turn < workspace.sums.num_sums && tile.first == 0) {
@@ -216,7 +228,7 @@ __device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const
         add_parts(parts, (blockIdx.y - num_heads) * gridDim.x + blockIdx.x, p.head_dim);
         return;
     }
-    const RowTile tile(p);
+    const RowTile tile(p, blockIdx.x);
     if (tile.first_query >= tile.seqlen) {
         return;
     }

@@ -4,15 +4,10 @@
 
 #include <stdint.h>
 
-#include "attention/backward/problem.cuh"
+#include "attention/backward/sm90/order.cuh"
 #include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::backward::sm90 {
-
-// Of numbers that are not negative: half of the instructions of `/`.
-__device__ __forceinline__ int over(int a, int b) {
-    return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
-}
 
 // How many sums of dq there are, one after another, and whether blocks of keys take turns in adding
 // to them: block i adds to sum i % num_sums, after those of lower keys that add to it.
@@ -26,45 +21,27 @@ struct Sums {
 };
 
 // What the kernels leave each other, part by part in one piece of memory: `num_rows` rows of each
-// of the sums of dq, of lse in units of log 2 and of delta, a counter, then a turn a block of
-// queries of each of the sums.
+// of the sums of dq, of lse in units of log 2 and of delta, a counter, the order of ragged
+// sequences, then a turn a block of queries of each of the sums.
 struct Workspace {
     int64_t num_rows;
     Sums sums;
     float *dq_sums, *lse, *delta;
     int* taken;  // works of the main kernel's blocks after their first ones
+    int* order;  // RaggedKeys
     int* turns;  // or null
 
+    // num_ordered: numbers of the order.
     __device__ __forceinline__ Workspace(float* memory, int64_t num_rows_, int padded_head_dim,
-                                         Sums sums_)
+                                         Sums sums_, int num_ordered)
         : num_rows(num_rows_),
           sums(sums_),
           dq_sums(memory),
           lse(memory + sums.num_sums * num_rows * padded_head_dim),
           delta(lse + num_rows),
           taken(reinterpret_cast<int*>(delta + num_rows)),
-          turns(sums.has_turns ? taken + 1 : nullptr) {}
-};
-
-// The sum of `value` over the lanes up to this one.
-__device__ __forceinline__ int sum_of_lanes(int value) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int left = __shfl_up_sync(kAllLanes, value, step);
-        value += threadIdx.x % 32 >= step ? left : 0;
-    }
-    return value;
-}
-
-// Where keys of sequences lie that are told apart by bounds on the device.
-struct RaggedKeys {
-    const int* cu_seqlens;  // null: all have as many
-    int longest, total, block_n;
-
-    // Those of a sequence.
-    __device__ __forceinline__ int blocks(int batch_idx) const {
-        return ceil_div(Sequence(cu_seqlens, batch_idx, longest, total).seqlen, block_n);
-    }
+          order(taken + 1),
+          turns(sums.has_turns ? order + num_ordered : nullptr) {}
 };
 
 struct Place {
@@ -102,6 +79,7 @@ struct Works {
             }
             if (left > 1) {
                 place = find_in_group(keys, work, first, left);
+                place.batch_idx = keys.batch(place.batch_idx);
                 return true;
             }
             pairs = num_heads;
@@ -114,7 +92,7 @@ struct Works {
         const int rest = work - first_pair * blocks, key_block = over(rest, group_size);
         const int pair = first_pair + rest - key_block * group_size;
         const int nth = over(pair, num_heads);
-        place = {first + nth, pair - nth * num_heads, key_block};
+        place = {keys.cu_seqlens ? keys.batch(first) : nth, pair - nth * num_heads, key_block};
         return true;
     }
 
@@ -126,30 +104,23 @@ struct Works {
         const int lane_idx = threadIdx.x % 32;
         int chunk;
         left = over(num_pairs, num_heads);
+        if (work >= num_heads * keys.end(left)) {
+            return false;
+        }
         do {
             chunk = over(left + 32 * sequences - 1, 32 * sequences) * sequences;
-            const int begin = min(left, lane_idx * chunk), end = min(left, begin + chunk);
-            int own = 0;
-#pragma unroll 2
-            for (int i = begin; i < end; ++i) {
-                own += keys.blocks(first + i);
-            }
-            own *= num_heads;
-            const int last = sum_of_lanes(own);
-            const int before = __popc(__ballot_sync(kAllLanes, last <= work));
-            if (before == 32) {
-                return false;
-            }
-            work -= __shfl_sync(kAllLanes, last - own, before);
-            first += before * chunk;
-            left = min(chunk, left - before * chunk);
+            const int end = first + min(left, (lane_idx + 1) * chunk);
+            const int before =
+                __popc(__ballot_sync(kAllLanes, num_heads * keys.end(end) <= work)) * chunk;
+            first += before;
+            left = min(chunk, left - before);
         } while (chunk > sequences);
+        work -= num_heads * keys.end(first);
         return true;
     }
     // Of `count` sequences from `first` on, which run through their blocks of keys together.
     __device__ __forceinline__ Place find_in_group(const RaggedKeys& keys, int work, int first,
                                                    int count) const {
-        const int lane_idx = threadIdx.x % 32;
         // The last block of keys before which there is no more work.
         int low = 0, high = num_blocks, before = 0;
 #pragma unroll 1
@@ -157,8 +128,8 @@ struct Works {
             const int middle = (low + high) / 2;
             int own = 0;
 #pragma unroll 1
-            for (int i = lane_idx; i < count; i += 32) {
-                own += min(keys.blocks(first + i), middle);
+            for (int i = first + threadIdx.x % 32; i < first + count; i += 32) {
+                own += min(keys.blocks(i), middle);
             }
             const int works = num_heads * __reduce_add_sync(kAllLanes, own);
             if (works <= work) {
@@ -168,23 +139,9 @@ struct Works {
                 high = middle;
             }
         }
-        const int of_block = work - before;
-        int nth = over(of_block, num_heads);
-        Place place = {first, of_block - nth * num_heads, low};
-        unsigned others;
-#pragma unroll 1
-        while (true) {
-            const int own = place.batch_idx + lane_idx;
-            others = __ballot_sync(kAllLanes, own < first + count && keys.blocks(own) > low);
-            if (nth < __popc(others)) {
-                break;
-            }
-            nth -= __popc(others);
-            place.batch_idx += 32;
-        }
-        const bool is_it = others >> lane_idx & 1 && __popc(others & ((1u << lane_idx) - 1)) == nth;
-        place.batch_idx += __ffs(__ballot_sync(kAllLanes, is_it)) - 1;
-        return place;
+        // Those with more blocks come first.
+        const int nth = over(work - before, num_heads);
+        return {first + nth, work - before - nth * num_heads, low};
     }
 };
 

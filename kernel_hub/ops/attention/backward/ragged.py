@@ -19,6 +19,7 @@ from .works import (
 _MOST_USUAL = 4
 _CLASSES = 8
 _STEPS = 30
+_MOST_ORDERED = 256  # as RaggedKeys::kMost: others do not go together
 
 
 def bound(longest: int, total: int, batch_size: int) -> int:
@@ -63,8 +64,8 @@ def parting(
             costs = [more + -(-each // count) * slowed for each in found]
             whole += times * count * sum(costs)
             longest = max(longest, *costs)
-        # Nobody knows which of them come last.
-        taken = max(longest, whole / num_sms + longest / 2)
+        # The shortest come last.
+        taken = max(longest, whole / num_sms) + max(costs) / 2
         if taken < (1 - _LEAST_GAIN) * least:
             best, least = count, taken
     return best
@@ -72,7 +73,9 @@ def parting(
 
 def together(pairs: int, num_heads: int, batch_size: int) -> int:
     """About so many pairs, of whole sequences or of one: as many of them each time."""
-    total = num_heads if pairs < num_heads else batch_size
-    wanted = max(1, pairs if pairs < num_heads else pairs // num_heads)
+    if batch_size > _MOST_ORDERED:
+        pairs = min(pairs, num_heads)
+    of_heads = pairs < num_heads
+    total, wanted = (num_heads, pairs) if of_heads else (batch_size, pairs // num_heads)
     each = -(-total // -(-total // wanted))
-    return each if pairs < num_heads else each * num_heads
+    return each if of_heads else each * num_heads

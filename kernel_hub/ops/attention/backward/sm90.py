@@ -219,7 +219,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         row_bytes = (2 * q.element_size() + 8) * body.head_dim
         sum_bytes = 4 * num_rows * body.head_dim
         # Where each sequence has its own length.
-        longest = 1.0 if cu_q is None else max(1.0, planned_q * batch_size / total_q)
+        longest = 1.0 if cu_q is None else max(1.0, planned_q * batch_size / max(1, total_q))
         read = Traffic(
             int(pair_bytes / longest), row_bytes * body.block_m, sum_bytes, block_n == 64, longest
         )
@@ -238,7 +238,8 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     if is_ragged:
         pairs_a_group = ragged.together(pairs_a_group, num_kv_heads, batch_size)
     num_turns = max(0, sums) * num_heads * num_blocks_q
-    parts_at = num_rows * (abs(sums) * body.head_dim + 2) + 1 + num_turns
+    num_ordered = 2 * batch_size if is_ragged else 0
+    parts_at = num_rows * (abs(sums) * body.head_dim + 2) + 1 + num_ordered + num_turns
     parts_at = -(-parts_at // 4) * 4  # in units of 16 bytes
     row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
     num_tiles = row_tiles * batch_size
@@ -259,8 +260,11 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         body.block_m,
     )  # fmt: skip
     before = BackwardLaunch(
-        functions[0], (num_tiles, num_heads, 1), rows.block, rows.shared_bytes,
-        (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, sums),
+        functions[0], (num_tiles + is_ragged, num_heads, 1), rows.block, rows.shared_bytes,
+        (
+            *strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, seqlen_k, total_k,
+            block_n, sums,
+        ),
     )  # fmt: skip
     grid = (num_tiles, num_heads + part_blocks, 1)
     after = BackwardLaunch(
@@ -306,7 +310,7 @@ def launch(
     function, grid, block, shared_bytes, numbers = before
     function(
         grid, block, shared_bytes, None,
-        (workspace, out, dout, lse, cu_seqlens_q, *numbers), programmatic=True,
+        (workspace, out, dout, lse, cu_seqlens_q, cu_seqlens_k, *numbers), programmatic=True,
     )  # fmt: skip
     function, grid, block, shared_bytes, numbers = main
     function(
