@@ -120,23 +120,7 @@ __device__ __forceinline__ void attention_backward_sm90(
     const BackwardParameters<typename C::T>& p) {
     BackwardShared<C> shared;
     shared.base = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
-    Place place;
-    if (!C::kGoesOn && p.cu_seqlens_k) {
-        wait_for_launch_before();  // which finds their order
-    }
-    const bool has_work = !C::kGoesOn && BackwardWork::template locate<C>(p, blockIdx.x, place);
-    if (!C::kGoesOn && !has_work && blockIdx.x > 0) {  // the first one looks at all sequences
-        wait_for_launch_before();
-        return;
-    }
     if (threadIdx.x == 0) {
-        if (!C::kGoesOn) {
-            BackwardWork only = {};
-            if (has_work) {
-                only.find<C>(p, blockIdx.x, place);
-            }
-            shared.work(0) = only;
-        }
         tma_prefetch_map(p.q);
         tma_prefetch_map(p.k);
         tma_prefetch_map(p.v);
@@ -147,6 +131,24 @@ __device__ __forceinline__ void attention_backward_sm90(
         st_shared_release(shared.added(0), 0);
         st_shared_release(shared.added(1), 0);
         fence_mbarrier_init();
+    }
+    if constexpr (!C::kGoesOn) {
+        if (p.cu_seqlens_k) {
+            wait_for_launch_before();  // which finds their order
+        }
+        Place place;
+        const bool has_work = BackwardWork::template locate<C>(p, blockIdx.x, place);
+        if (!has_work && blockIdx.x > 0) {  // the first one looks at all sequences
+            wait_for_launch_before();
+            return;
+        }
+        if (threadIdx.x == 0) {
+            BackwardWork only = {};
+            if (has_work) {
+                only.find<C>(p, blockIdx.x, place);
+            }
+            shared.work(0) = only;
+        }
     }
     __syncthreads();
 

@@ -91,7 +91,8 @@ def test_parts(
     bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int, options: dict[str, Any],
     layout: str,
 ) -> None:  # fmt: skip
-    # The first work whole, the others by three blocks each, some of which have no round.
+    # The first work whole, or none of ragged ones; the others by three blocks each, some of which
+    # have no round.
     is_ragged = layout == "varlen"
     lengths = (150, 40) if is_ragged else (150,)
     case = Case(
@@ -99,6 +100,7 @@ def test_parts(
         layout=layout, backward=True, deterministic=True, **options,
     )  # fmt: skip
     monkeypatch.setattr(SM90, "parting", lambda *given, **more: WORKS.Parting(1, 3))
+    monkeypatch.setattr(SM90.ragged, "parting", lambda *given, **more: 3)
     with hopper_attention(monkeypatch, 2):
         run(case, "cpu")
     assert bodies
@@ -108,7 +110,7 @@ def test_parts(
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 19)}], ids=str)
 @pytest.mark.parametrize(
     ("sums", "together", "parted"),
-    [(1, 1, (99, 1)), (1, 3, (0, 2)), (2, 4, (5, 6)), (-3, 2, (3, 2))], ids=str,
+    [(1, 1, (99, 1)), (1, 3, (0, 2)), (2, 4, (0, 6)), (-3, 2, (0, 2))], ids=str,
 )  # fmt: skip
 def test_turns(
     bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int, options: dict[str, Any],
@@ -121,9 +123,7 @@ def test_turns(
         head_dim=head_dim, num_heads=4, num_kv_heads=2, lengths_q=(150, 35, 90), lengths_k=lengths,
         layout="varlen", backward=True, deterministic=True, **options,
     )  # fmt: skip
-    num_works = 6 * -(-max(lengths) // (64 if head_dim > 128 else 128))
-    first = min(parted[0], num_works)
-    plan = WORKS.Turns(sums, together, WORKS.Parting(first, parted[1]))
+    plan = WORKS.Turns(sums, together, WORKS.Parting(*parted))
     monkeypatch.setattr(SM90, "turns", lambda *given, **more: plan)
     with hopper_attention(monkeypatch, 3):
         run(case, "cpu")

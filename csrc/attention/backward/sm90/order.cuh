@@ -49,7 +49,7 @@ __device__ __forceinline__ int sum_of_lanes(int value) {
 
 // Makes it. All threads of a block.
 __device__ __forceinline__ void make_order(const RaggedKeys& keys) {
-    __shared__ int blocks[RaggedKeys::kMost];
+    __shared__ int blocks[RaggedKeys::kMost], ordered[RaggedKeys::kMost];
     const int count = keys.batch_size;
     const bool sorts = count <= RaggedKeys::kMost;
     if (sorts) {
@@ -67,6 +67,7 @@ __device__ __forceinline__ void make_order(const RaggedKeys& keys) {
             for (int i = 0; i < count; ++i) {
                 rank += blocks[i] > value || (blocks[i] == value && i < own);
             }
+            ordered[rank] = value;
         }
         keys.order[count + rank] = own;
     }
@@ -76,7 +77,10 @@ __device__ __forceinline__ void make_order(const RaggedKeys& keys) {
 #pragma unroll 1
         for (int first = 0; first < count; first += 32) {
             const int nth = first + threadIdx.x;
-            const int own = nth < count ? keys.find_blocks(keys.batch(nth)) : 0;
+            int own = 0;
+            if (nth < count) {
+                own = sorts ? ordered[nth] : keys.find_blocks(nth);
+            }
             const int end = sum + sum_of_lanes(own);
             if (nth < count) {
                 keys.order[nth] = end;

@@ -104,14 +104,14 @@ struct Works {
         const int lane_idx = threadIdx.x % 32;
         int chunk;
         left = over(num_pairs, num_heads);
-        if (work >= num_heads * keys.end(left)) {
-            return false;
-        }
         do {
             chunk = over(left + 32 * sequences - 1, 32 * sequences) * sequences;
             const int end = first + min(left, (lane_idx + 1) * chunk);
-            const int before =
-                __popc(__ballot_sync(kAllLanes, num_heads * keys.end(end) <= work)) * chunk;
+            const unsigned those = __ballot_sync(kAllLanes, num_heads * keys.end(end) <= work);
+            if (those == kAllLanes) {
+                return false;
+            }
+            const int before = __popc(those) * chunk;
             first += before;
             left = min(chunk, left - before);
         } while (chunk > sequences);

@@ -65,7 +65,7 @@ def parting(
             whole += times * count * sum(costs)
             longest = max(longest, *costs)
         # The shortest come last.
-        taken = max(longest, whole / num_sms) + max(costs) / 2
+        taken = max(longest, whole / num_sms + max(costs) / 2)
         if taken < (1 - _LEAST_GAIN) * least:
             best, least = count, taken
     return best

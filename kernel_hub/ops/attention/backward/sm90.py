@@ -218,11 +218,10 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     if deterministic and key_blocks > 2:  # sums of two have one order
         row_bytes = (2 * q.element_size() + 8) * body.head_dim
         sum_bytes = 4 * num_rows * body.head_dim
-        # Where each sequence has its own length.
-        longest = 1.0 if cu_q is None else max(1.0, planned_q * batch_size / max(1, total_q))
-        read = Traffic(
-            int(pair_bytes / longest), row_bytes * body.block_m, sum_bytes, block_n == 64, longest
-        )
+        read = Traffic(pair_bytes, row_bytes * body.block_m, sum_bytes, block_n == 64)
+        if is_ragged:  # as if all were of the longest ones
+            total = max(1, round(total_k / planned_k)) * num_kv_heads
+            free = Pairs(total, min(total, pairs_a_group), drifting)
         sums, pairs_a_group, parted = turns(*about, free, read, num_sms, goes_on=body.goes_on)
         if sums < 0 and key_blocks > -2 * sums:  # those of longer sequences than were planned for
             sums = 1

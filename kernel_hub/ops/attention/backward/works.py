@@ -33,10 +33,10 @@ _MEMBERS = 8
 _HOP = 1.6
 _SUMS = (1, 2, 3, 4, 6, 8, 12, 16)
 _SUM = 0.6
-_TURNS_BYTES, _RAGGED_BYTES, _FEW_BYTES = 25 << 20, 40 << 20, 67 << 20
+_TURNS_BYTES, _FEW_BYTES = 25 << 20, 67 << 20
 # Of causal ones that stay close, by tiles, and of those that do not; and what tells these apart: a
 # round's bytes on all multiprocessors.
-_CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES = 110 << 20, 72 << 20, 120 << 20
+_CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES = 110 << 20, 72 << 20, 95 << 20
 _CLOSE_BYTES = 20 << 20
 # What of rounds' reads the L2 holds; each doubling beyond it makes a round so much longer.
 _L2_BYTES, _MISSED = 64 << 20, 0.45
@@ -77,13 +77,12 @@ class Pairs(NamedTuple):
 
 class Traffic(NamedTuple):
     """What a pair reads and adds to, a round's queries of it, and one sum of dq, in bytes; is_wide:
-    tiles of 64 x 64; longest: the longest sequence for one of the usual length."""
+    tiles of 64 x 64."""
 
     pair_bytes: int
     round_bytes: int
     sum_bytes: int
     is_wide: bool
-    longest: float = 1.0
 
     def together(
         self, num_pairs: int, num_sms: int, *, is_large: bool, is_causal: bool,
@@ -100,10 +99,8 @@ class Traffic(NamedTuple):
             for each in (_TURNS_BYTES, _FEW_BYTES, _CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES)
         )
         if is_close:
-            # Of shorter sequences there are no later keys.
-            wanted = math.ceil(num_sms / _MEMBERS * self.longest)
-            most = max(most, few_keys, min(wanted, _RAGGED_BYTES // max(1, self.pair_bytes)))
-            found = [most] if is_large or self.is_wide else [most, 2 * most]
+            most = max(most, few_keys)
+            found = [most] if is_large or self.is_wide else [most // 2, most, 2 * most]
         elif is_large:
             found = [most]
         else:
@@ -118,7 +115,7 @@ class Traffic(NamedTuple):
     def of_sums(self, sums: int) -> float:
         """What more than one sum cost, in rounds for a round's rows and keys."""
         beyond = sums * self.sum_bytes / _TURNS_BYTES
-        return (sums - 1) * _SUM * (0.9 if self.is_wide else 1.0) * max(0.35, min(2.0, beyond))
+        return (sums - 1) * _SUM * (0.9 if self.is_wide else 1.0) * max(0.8, min(2.0, beyond))
 
 
 def _seen_by(
