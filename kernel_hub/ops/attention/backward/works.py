@@ -38,6 +38,9 @@ _TURNS_BYTES, _FEW_BYTES = 25 << 20, 67 << 20
 # round's bytes on all multiprocessors.
 _CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES = 110 << 20, 72 << 20, 95 << 20
 _CLOSE_BYTES = 20 << 20
+_MANY_SUMS = (
+    1.5  # of causal ones of wide heads, so many sums that nobody waits: what more they cost
+)
 # What of rounds' reads the L2 holds; each doubling beyond it makes a round so much longer.
 _L2_BYTES, _MISSED = 64 << 20, 0.45
 
@@ -225,7 +228,8 @@ def turns(
             break
         if num_blocks <= 2 * sums:
             parted = parting(lengths, window, tile, group, free, num_sms, goes_on=goes_on)
-            taken = more + _free_taken(of_blocks, free, parted, num_sms, start)
+            each = _MANY_SUMS if read.is_wide and window[1] >= 0 else 1.0
+            taken = each * more + _free_taken(of_blocks, free, parted, num_sms, start)
             if taken < _IN_TURNS * least:
                 best, least = Turns(-sums, free.together, parted), taken
             continue
@@ -334,6 +338,10 @@ def _free_taken(
 ) -> float:
     """How long works take of which none waits."""
     slowed = pairs.slowed(len(of_blocks) * parted.blocks, num_sms)
+    if len(of_blocks) * pairs.total > _MOST_WORKS * num_sms:  # all are parted, or none
+        more = start + _PART * (parted.blocks > 1)
+        whole = sum(more + -(-each // parted.blocks) * slowed for each in of_blocks)
+        return pairs.total * parted.blocks * whole / num_sms
     works = _in_order(of_blocks, pairs)
     costs = [start + each * slowed for each in works[: parted.first]]
     for each in works[parted.first :]:
