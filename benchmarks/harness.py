@@ -246,6 +246,8 @@ def run_case(case: Case, timer: timing.GraphTimer, wanted: Sequence[str]) -> dic
         try:
             contender = make()
             wrong = check(case, name, contender)
+            if not wrong:
+                timing.capture(contender.launches[:1])
         except Exception as error:  # noqa: BLE001  a peer that fails is left out, and said
             wrong = f"{type(error).__name__}: {str(error)[:200]}"
         if wrong:
@@ -265,13 +267,19 @@ def cases_of(
         yield functools.partial(kind, options.torch_dtype, tokens, int(size))
 
 
+_LINE = "{:44} {:>9} {:>6} {:>7} {:>12}  {:28} {}"
+
+
 def run_cases(family: str, cases: Iterable[Callable[[], Case]], options: argparse.Namespace) -> int:
-    """Run the cases, print the table, write the rows. 1 if any of our outputs was wrong."""
+    """Run the cases, print and write each as it ends. 1 if any of our outputs was wrong."""
     report = Report(family, options)
     copy = timing.copy_bandwidth()
     timer = timing.GraphTimer(options.rounds)
     report.rows.append(results.ResultRow(family, "copy", "torch copy_", copy, copy, copy, "TB/s"))
-    table: list[tuple[str, ...]] = []
+    behind: list[str] = []
+    header = ("case", "us", "TB/s", "of copy", "/ best peer", "best peer us", "others us")
+    print(_LINE.format(*header))
+    count = 0
     for make in cases:
         case = make()
         try:
@@ -279,40 +287,27 @@ def run_cases(family: str, cases: Iterable[Callable[[], Case]], options: argpars
         except AssertionError as error:
             report.failures.append(str(error))
             continue
+        count += 1
         medians = {name: statistics.median(values) for name, values in samples.items()}
         peers = {name: us for name, us in medians.items() if name != OURS}
         best = min(peers, key=peers.__getitem__, default=OURS)
         report.case(case.name, samples, "us", ratio_to=best)
-        rate = case.num_bytes / medians[OURS] / 1e6
-        table.append(
-            (
-                case.name,
-                f"{medians[OURS]:.2f}",
-                f"{rate:.2f}",
-                f"{100 * rate / copy:.0f} %",
-                f"{medians[OURS] / medians[best]:.3f}",
-                f"{best} {medians[best]:.2f}",
-                ", ".join(f"{name} {us:.2f}" for name, us in peers.items() if name != best),
-            )
-        )
+        report.write()
+        us, ratio = medians[OURS], f"{medians[OURS] / medians[best]:.3f}"
+        rate = case.num_bytes / us / 1e6
+        others = ", ".join(f"{name} {them:.2f}" for name, them in peers.items() if name != best)
+        named = f"{best} {medians[best]:.2f}"
+        share = f"{100 * rate / copy:.0f} %"
+        line = _LINE.format(case.name, f"{us:.2f}", f"{rate:.2f}", share, ratio, named, others)
+        print(line.rstrip(), flush=True)
+        behind += [f"{case.name} {ratio}"] if float(ratio) > 1.0 else []
         del case
         torch.cuda.empty_cache()
-    report.write()
-    _print_table(table)
-    slower = [row for row in table if float(row[4]) > 1.0]
     print(
-        f"{family}: copy {copy:.3f} TB/s; {len(table)} cases, behind the best peer in "
-        f"{len(slower)} ({', '.join(f'{row[0]} {row[4]}' for row in slower) or 'none'})"
+        f"{family}: copy {copy:.3f} TB/s; {count} cases, behind the best peer in "
+        f"{len(behind)} ({', '.join(behind) or 'none'})"
     )
-    return report.finish()
-
-
-def _print_table(table: Sequence[tuple[str, ...]]) -> None:
-    header = ("case", "us", "TB/s", "of copy", "/ best peer", "best peer us", "others us")
-    lines = [header, *table]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    for line in lines:
-        print("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+    return report.done()
 
 
 # -- products: replays of graphs, from an idle card where the matrix units are the limit
