@@ -176,19 +176,22 @@ def choose_team(
     """Into how many parts an item is cut whose blocks are one cluster, which merges them; 0: not.
 
     The launch that merges takes as long as a pair of tiles or two where all blocks have a part, and
-    little where most have none; so where all would, parts may be a pair longer for it, or eight.
+    little where most have none; so where all would, parts may be a pair longer for it. Eight, which
+    are slower to begin, are of use where they leave no more than half of the blocks idle.
     """
     tiles = max(1, -(-tokens // variant.stated.sizes["block_n"]))
-    if variant != SM90 or num_splits > 0 or tiles < min(_TEAMS):
+    if variant != SM90 or num_splits > 0 or tiles < _TEAMS[0]:
         return 0
     blocks = num_sms // cluster
     apart = max(1, min(tiles, blocks // items))
     is_full = items * apart >= _FULL * blocks
     most = -(-tiles // (2 * apart)) + is_full
+    room = num_sms - _LEFT_OVER
+    few, many = _TEAMS
     fitting = [
         (-(-tiles // (2 * parts)), parts)
-        for parts in _TEAMS[: 1 + is_full]
-        if parts * cluster <= _MOST_CLUSTER and items * parts * cluster <= num_sms - _LEFT_OVER
+        for parts in ((few, many) if is_full and 2 * items * many >= room else (few,))
+        if parts * cluster <= _MOST_CLUSTER and items * parts * cluster <= room
     ]
     pairs, parts = min(fitting, default=(0, 0))
     return parts if pairs <= most else 0

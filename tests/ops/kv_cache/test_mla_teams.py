@@ -58,6 +58,8 @@ def test_teams_by_lot(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, number: 
         (28, 1699, 1, 0),  # clusters of 4 that do not run at a time
         (2, 1058, 1, 0),  # few blocks: the launch behind takes little
         (10, 588, 1, 0),
+        (6, 2904, 1, 0),
+        (7, 1152, 1, 8),
         (6, 5015, 1, 0),  # three pairs longer
         (13, 3262, 2, 4),
         (14, 1164, 2, 0),
