@@ -47,8 +47,9 @@ def flashinfer(ids: torch.Tensor, logits: torch.Tensor, given: Given) -> torch.T
     from flashinfer.sampling import chain_speculative_sampling
 
     target = logits.float().softmax(-1)
-    _, accepted, _ = chain_speculative_sampling(given["probs"], ids.int(), target)
-    return accepted
+    # Those that would be accepted one by one are its second result.
+    *_, emitted = chain_speculative_sampling(given["probs"], ids.int(), target)
+    return emitted
 
 
 def verifying(kind: str, dtype: torch.dtype, batch: int, size: int) -> Case:

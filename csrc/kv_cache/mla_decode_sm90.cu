@@ -7,7 +7,8 @@
 // the work after the other, while its producer already loads for the next. Parts are equal places
 // of the line of all items (latent_line.cuh), and the block that has the end of an item merges it
 // (latent_merge.cuh); or where there are few items for the blocks, or num_splits is given, what
-// decode_attention.cu cuts, whose second kernel merges them (latent_shares.cuh).
+// decode_attention.cu cuts, whose second kernel merges them (latent_shares.cuh). Where there are
+// few and short ones, mla_team_sm90.cu has a cluster for each.
 //
 // Parallelisation: a warp finds the parts, the first one ahead of the end of the launch before; one
 // brings their queries into the L2; two load by TMA, a stage each, and bring the next tile into the

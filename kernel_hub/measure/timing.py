@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,18 @@ def l2_bytes() -> int:
 def num_sets(bytes_a_launch: int) -> int:
     """How many input sets to rotate over: past the L2 where that takes at most 48 of them."""
     return max(2, min(_MAX_SETS, -(-L2_FACTOR * l2_bytes() // bytes_a_launch)))
+
+
+def capture(launches: Sequence[Launch], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of the launches, one after the other; raises where one cannot be captured."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode=_CAPTURE):
+        # Kept during the capture, so that no launch writes where the one before it did; then given
+        # back, so that the next contender writes where this one does.
+        kept = [launch() for launch in launches]
+    del kept
+    return graph
 
 
 class GraphTimer:
@@ -79,15 +91,8 @@ class GraphTimer:
         graphs = []
         for name in self._random.sample(list(contenders), len(contenders)):
             launches = contenders[name]
-            repeats = max(1, -(-_MIN_LAUNCHES // len(launches)))
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode=_CAPTURE):
-                # Kept during the capture, so that no launch writes where the one before it did;
-                # then given back, so that the next contender writes where this one does.
-                kept = [launch() for _ in range(repeats) for launch in launches]
-            graphs.append((name, graph, len(kept)))
-            del kept
+            repeated = [*launches] * max(1, -(-_MIN_LAUNCHES // len(launches)))
+            graphs.append((name, capture(repeated, pool), len(repeated)))
         return graphs
 
     def _round(

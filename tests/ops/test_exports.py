@@ -195,7 +195,9 @@ def test_mla_decode(chosen: set[str]) -> None:
         with pretend(PlannedGpu(capability, 132)):
             made = step(given)  # on Hopper most are merged where they are made
         assert made.merge.numbers or capability == (9, 0)
-    kernels = exported("mla_decode") | exported("mla_decode_sm90")
+        with pretend(PlannedGpu((9, 0), 132)):
+            step(given._replace(q=q[:3], kv_cache=cache[:3, :500], out=given.out[:3]))
+    kernels = set().union(*map(exported, ("mla_decode", "mla_decode_sm90", "mla_team_sm90")))
     assert chosen == kernels | {f"decode_attention_{x}_merge" for x in ("fp16", "bf16")}
 
 

@@ -132,9 +132,18 @@ def _step(given: MlaGiven) -> MlaStep:
     max_tokens = page_size * (1 if block_table is None else block_table.shape[1])
     items = -(-rows // block_m)  # of a sequence
     line = plans.choose_line(batch_size * items, max_tokens, variant, num_splits, places, cluster)
-    if line is None:
+    team = plans.choose_team(
+        batch_size * items, max_tokens, variant, num_splits, device.num_sms, cluster
+    )
+    if team:
+        variant, cluster, line = plans.TEAM, cluster * team, None
+        places = batch_size * items
+        split = plans.Split(team, 0, places, 0)
+    elif line is None:
         held = batch_size if variant.is_sm90 else 0
-        split = plans.choose_split(batch_size * items, max_tokens, tile, num_splits, places, held)
+        split = plans.choose_split(
+            batch_size * items, max_tokens, tile, num_splits, places, held, variant.rows
+        )
     else:
         split = plans.Split(0, line.even, line.uneven, 0)
     strides = (*out.stride()[:3], *q.stride()[:3])

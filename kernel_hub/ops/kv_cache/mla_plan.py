@@ -23,6 +23,10 @@ _MOST_HELD = 32
 _SHORT_TILES = 16
 _MOST_PARTS = 4  # a block, where items are cut for several
 _MERGE_BLOCKS = 1024
+# Parts of an item that are one cluster, blocks of a cluster, and multiprocessors that clusters of
+# 4 and 8 do not fill.
+_TEAMS, _MOST_CLUSTER, _LEFT_OVER = (4, 8), 8, 24
+_FULL = 0.8  # of the blocks: they are as good as all
 _SPARE_PARTS = 2
 _ALL_UNITS = 1 << 30  # Work::shares_of: as many shares as `parallel` says
 # Parts of a mean item up to which the block with its end merges them: of few rows, of 64. More are
@@ -56,7 +60,7 @@ class MlaVariant:
     @property
     def is_sm90(self) -> bool:
         """Whether it reads the cache by tensor maps, a block taking several parts."""
-        return self.cubin == "mla_decode_sm90"
+        return self.cubin != "mla_decode"
 
     @property
     def stated(self) -> Stated:
@@ -84,6 +88,7 @@ class MlaVariant:
 
 
 PORTABLE, SM90 = MlaVariant("mla_decode"), MlaVariant("mla_decode_sm90")
+TEAM = MlaVariant("mla_team_sm90")
 SM90_FEW = tuple(MlaVariant("mla_decode_sm90", rows) for rows in (16, 32))
 
 
@@ -165,6 +170,33 @@ def choose_line(
     return Line(blocks if is_cut else items * parts, blocks)
 
 
+def choose_team(
+    items: int, tokens: int, variant: MlaVariant, num_splits: int, num_sms: int, cluster: int = 1
+) -> int:
+    """Into how many parts an item is cut whose blocks are one cluster, which merges them; 0: not.
+
+    The launch that merges takes as long as a pair of tiles or two where all blocks have a part, and
+    little where most have none; so where all would, parts may be a pair longer for it. Eight, which
+    are slower to begin, are of use where they leave no more than half of the blocks idle.
+    """
+    tiles = max(1, -(-tokens // variant.stated.sizes["block_n"]))
+    if variant != SM90 or num_splits > 0 or tiles < _TEAMS[0]:
+        return 0
+    blocks = num_sms // cluster
+    apart = max(1, min(tiles, blocks // items))
+    is_full = items * apart >= _FULL * blocks
+    most = -(-tiles // (2 * apart)) + is_full
+    room = num_sms - _LEFT_OVER
+    few, many = _TEAMS
+    fitting = [
+        (-(-tiles // (2 * parts)), parts)
+        for parts in ((few, many) if is_full and 2 * items * many >= room else (few,))
+        if parts * cluster <= _MOST_CLUSTER and items * parts * cluster <= room
+    ]
+    pairs, parts = min(fitting, default=(0, 0))
+    return parts if pairs <= most else 0
+
+
 def promotion(variant: MlaVariant) -> str | None:
     """Of the cache's tensor map: pairs of lines are fetched twice where a line of each row's nine
     is asked for at a time, and again into the L2 (3 % of 128 heads, nothing of 16)."""
@@ -172,9 +204,11 @@ def promotion(variant: MlaVariant) -> str | None:
 
 
 def choose_split(
-    items: int, tokens: int, tile: int, num_splits: int, blocks: int, batch_size: int = 1
-) -> Split:
-    """How items, (sequence, block of rows) pairs of at most `tokens` tokens, are cut.
+    items: int, tokens: int, tile: int, num_splits: int, blocks: int, batch_size: int = 1,
+    rows: int = 0,
+) -> Split:  # fmt: skip
+    """How items, (sequence, block of rows) pairs of at most `tokens` tokens, are cut; rows: of a
+    block, where they are few.
 
     The time of the blocks' rounds is made small as if all caches were full; where lengths differ,
     the kernel cuts as many equal shares from what they are.
@@ -184,11 +218,14 @@ def choose_split(
         parts = min(num_splits, tiles)
         return Split(parts, items, items * parts, items if parts > 1 else 0, _ALL_UNITS)
 
+    # Hopper's kernel has two tiles at a time, of few rows one, whose merge is short.
+    is_quick = rows == 16 and tiles <= _SHORT_TILES
+    step, merge_tiles = (1, 1) if is_quick else (2, _MERGE_TILES)
+
     def time_of(parts: int) -> int:
         rounds = -(-items * parts // blocks)
-        merge = _MERGE_TILES if parts > 1 else 0
-        pairs = -(-tiles // (2 * parts))  # Hopper's kernel has two tiles at a time
-        return rounds * (2 * pairs + _PART_TILES) + merge
+        steps = -(-tiles // (step * parts))
+        return rounds * (step * steps + _PART_TILES) + (merge_tiles if parts > 1 else 0)
 
     most = max(1, min(tiles, _MOST_PARTS * blocks // items))
     parts = min(range(1, most + 1), key=time_of)

@@ -17,7 +17,8 @@ namespace kernel_hub::kv_cache::decode::sm90 {
 //
 // Both sides count exponents from the same number of a row, its base: a maximum that was found, by
 // at most kSlack less than the largest score so far.
-template <typename T, int kSide>
+// kTeam: a part's rows are left for the other blocks of a cluster (latent_team.cuh).
+template <typename T, int kSide, bool kTeam = false>
 struct LatentConsumer {
     using C = LatentStages;
     static constexpr int kOther = 1 - kSide;
@@ -124,10 +125,11 @@ struct LatentConsumer {
         wgmma_commit();
     }
 
-    // To all blocks of the cluster, a thread each.
+    // To all blocks of the same tokens, a thread each.
     __device__ __forceinline__ void release(int stage) const {
         if (thread_idx < shared.num_blocks) {
-            mbarrier_arrive_cluster(cluster_address(shared.empty(stage, kSide), thread_idx));
+            mbarrier_arrive_cluster(
+                cluster_address(shared.empty(stage, kSide), shared.first + thread_idx));
         }
     }
 
@@ -381,6 +383,7 @@ struct LatentConsumer {
     // At the end of a part (latent_output.cuh).
     __device__ __forceinline__ void write(const LatentPart& part);
     __device__ __forceinline__ void write_out(const LatentPart& part) const;
+    __device__ __forceinline__ void share(const float (&log2_sums)[2]) const;
     __device__ __forceinline__ void write_partial(const LatentPart& part) const;
 };
 

@@ -5,12 +5,13 @@
 #include "kernel_hub/warpgroup.cuh"
 #include "kv_cache/decode/sm90/latent_consumer.cuh"
 #include "kv_cache/decode/sm90/latent_merge.cuh"
+#include "kv_cache/decode/sm90/latent_team.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
 
 // By both warpgroups: sums over all tokens, what other parts have, and then the rows.
-template <typename T, int kSide>
-__device__ __forceinline__ void LatentConsumer<T, kSide>::write(const LatentPart& part) {
+template <typename T, int kSide, bool kTeam>
+__device__ __forceinline__ void LatentConsumer<T, kSide, kTeam>::write(const LatentPart& part) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], 1);
@@ -30,6 +31,10 @@ __device__ __forceinline__ void LatentConsumer<T, kSide>::write(const LatentPart
 #pragma unroll
     for (int e = 0; e < C::kHalfDim / 2; ++e) {
         output[e] *= factors[e / 2 % 2];
+    }
+    if constexpr (kTeam) {
+        share(log2_sums);
+        return;
     }
     bool is_whole = part.is_whole;
     const bool has_rows = kSide == 0 && (lane_idx & 3) == 0;
@@ -66,10 +71,31 @@ __device__ __forceinline__ void LatentConsumer<T, kSide>::write(const LatentPart
     }
 }
 
+// Rows for the others of a team, and their log2(sum exp).
+template <typename T, int kSide, bool kTeam>
+__device__ __forceinline__ void LatentConsumer<T, kSide, kTeam>::share(
+    const float (&log2_sums)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = row_of(i);
+#pragma unroll
+        for (int j = 0; j < C::kHalfDim / 8; ++j) {
+            const int chunk = kSide * C::kHalfDim / 4 + 2 * j + (lane_idx & 3) / 2;
+            *reinterpret_cast<float2*>(dynamic_shared() + LatentTeam::place(row, chunk) +
+                                       (lane_idx & 1) * 8) =
+                make_float2(output[4 * j + 2 * i], output[4 * j + 2 * i + 1]);
+        }
+        if (kSide == 0 && (lane_idx & 3) == 0) {
+            LatentTeam::log2_sums()[2 * row] = log2_sums[i];
+        }
+    }
+}
+
 // A warp's rows of the output, through where the queries were, so that it writes 512 bytes of
 // a row at a time.
-template <typename T, int kSide>
-__device__ __forceinline__ void LatentConsumer<T, kSide>::write_out(const LatentPart& part) const {
+template <typename T, int kSide, bool kTeam>
+__device__ __forceinline__ void LatentConsumer<T, kSide, kTeam>::write_out(
+    const LatentPart& part) const {
     const int first = 16 * (thread_idx / 32);
     constexpr int kWhere = C::kQueries + kSide * C::kHalfPanels * C::kPanelBytes;
     const auto place = [](int row, int chunk) {
@@ -102,8 +128,8 @@ __device__ __forceinline__ void LatentConsumer<T, kSide>::write_out(const Latent
 }
 
 // The same of a part among others, in fp32, half of the side's columns at a time.
-template <typename T, int kSide>
-__device__ __forceinline__ void LatentConsumer<T, kSide>::write_partial(
+template <typename T, int kSide, bool kTeam>
+__device__ __forceinline__ void LatentConsumer<T, kSide, kTeam>::write_partial(
     const LatentPart& part) const {
     constexpr int kWhere = C::kQueries + kSide * C::kHalfPanels * C::kPanelBytes;
     constexpr int kColumns = C::kHalfDim / 2, kLine = kColumns * 4;

@@ -37,11 +37,12 @@ enum LatentBarrier : int { kJoin = 1, kScores, kEvenProbs, kOddProbs };
 // A stage is filled panel by panel and released in two parts: the panels of each half of the
 // output's columns. The rope panel, over which the stage's probabilities are written, is of the
 // part that the other consumer reads last.
-// The blocks of a cluster (1 or 2), of other rows and the same tokens, bring each other every
-// other panel.
+// The blocks (1 or 2) of other rows and the same tokens bring each other every other panel; they
+// are a cluster, or part of one (latent_team.cuh).
 struct LatentShared {
     uint32_t base;
-    int num_blocks, rank;  // of the cluster
+    int num_blocks, rank;  // of the same tokens
+    int first = 0;         // of them, in the cluster
 
     static __device__ __forceinline__ LatentShared here() {
         return {shared_address(dynamic_shared()), static_cast<int>(cluster_size()),
@@ -85,7 +86,7 @@ struct LatentProducer {
     __device__ __forceinline__ void load(const LatentPart& part) {
         const int lane_idx = threadIdx.x & 31;
         const int boxes = C::kTile / box_rows;
-        const uint16_t everyone = (1 << shared.num_blocks) - 1;
+        const uint16_t everyone = ((1 << shared.num_blocks) - 1) << shared.first;
         const int* table = args.block_table == nullptr
                                ? nullptr
                                : args.block_table + part.batch_idx * args.block_table_stride;
