@@ -7,11 +7,12 @@ Random weights; real requests, whose contexts are drawn within a third of a case
 long the device is idle between two passes (events); as the engine runs, one pass ahead, and in
 step, each pass read before the next is planned. Prompts come one a step and end with a token.
 Floor: over all products, attention, norms and sampling the sum of max(bytes / memory rate,
-FLOP / matrix rate), at the rates given. The prompt of 8,192 beside the rate at which this card
-multiplies when it has been busy (a product of 8192^3 by torch); decodes with 512 tokens of a prompt
-beside a prompt of as many tokens and the decodes' attention, each alone. The engine takes so many
-beside decodes where a backlog asks for it (engine/shapes.py): that case has one, and room in a pass
-for no more. --case: these alone, in the order of all.
+FLOP / matrix rate), at the rates given, of contexts as long as they are in the middle of the steps
+that count: who answers first has said more by then. The prompt of 8,192 beside the rate at which
+this card multiplies when it has been busy (a product of 8192^3 by torch); decodes with 512 tokens
+of a prompt beside a prompt of as many tokens and the decodes' attention, each alone. The engine
+takes so many beside decodes where a backlog asks for it (engine/shapes.py): that case has one, and
+room in a pass for no more. --case: these alone, in the order of all.
 """
 
 from __future__ import annotations
@@ -208,8 +209,6 @@ def run(options: argparse.Namespace) -> int:
             pass
         chunks = [1] * x.decodes + [x.prompt] * (x.prompt > 0)
         engine._scheduler.max_tokens = sum(chunks) if x == MIXED else MOST_TOKENS
-        before = lengths + [0] * (x.prompt > 0)
-        floor = floor_us(described, chunks, before, options.tb_per_s * 1e6, options.tflops * 1e6)
         found: dict[str, list[float]] = {}
         for name in (OURS, IN_STEP):
             prompts = (
@@ -220,6 +219,9 @@ def run(options: argparse.Namespace) -> int:
                 engine.submit(prompt)
             walls, idle, said = steps(engine, clock, prompts, options.rounds, name == IN_STEP)
             found |= {name: walls, f"{name}, idle": idle}
+            if name == OURS:  # in the cache, in the middle
+                live = [engine._live[f"decode {i}"] for i in range(x.decodes)]
+                lengths = [len(each.tokens) - 1 - options.rounds // 2 for each in live]
             tokens = [token for deltas in said for delta in deltas for token in delta.tokens]
             if any(len(deltas) != len(chunks) for deltas in said) or not all(
                 0 <= token < vocab_size for token in tokens
@@ -231,6 +233,8 @@ def run(options: argparse.Namespace) -> int:
             engine.abort(left)
         while engine.has_work:
             stepped(engine)
+        before = lengths + [0] * (x.prompt > 0)
+        floor = floor_us(described, chunks, before, options.tb_per_s * 1e6, options.tflops * 1e6)
         medians = report.case(str(x), {**found, FLOOR: [floor]}, "us", ratio_to=FLOOR)
         report.ahead("prompts" if x.prompt else "decoding", floor / medians[OURS])
         shown = ", ".join(

@@ -9,7 +9,8 @@
 // and a tile of kBlockN columns gives half as many of out. Parallelisation and shared memory as in
 // linear_sm90.cu, without boxes for results: they leave from registers, 16 bytes a lane. Variants,
 // [swapped_]{rows}x{columns of a block's tile}_c{blocks of a cluster along rows, columns}[_b2: two
-// blocks a multiprocessor]; swapped: few rows of a, rows of b are the rows of the product. All
+// blocks a multiprocessor]; swapped: few rows of a, rows of b are the rows of the product, 224 of
+// them three and a half units of 64 (matmul/paired/seven.cuh). All
 // deterministic. Source: Shazeer, "GLU Variants Improve Transformer", 2020; NVIDIA, PTX ISA,
 // "Asynchronous warpgroup level matrix instructions".
 
@@ -50,16 +51,17 @@ struct GatedWriter {
         if constexpr (kUnrolls || kSums <= 16) {
             write_straight(token, group, sums);
         } else {
+            constexpr int kSome = kSums % 16 == 0 ? 16 : 8;
 #pragma unroll 1
-            for (int unit = 0; unit < kSums / 16; ++unit) {
-                float some[16];
-                with_constant<0, kSums / 16>(unit, [&](auto constant) {
+            for (int unit = 0; unit < kSums / kSome; ++unit) {
+                float some[kSome];
+                with_constant<0, kSums / kSome>(unit, [&](auto constant) {
 #pragma unroll
-                    for (int i = 0; i < 16; ++i) {
-                        some[i] = sums[16 * decltype(constant)::value + i];
+                    for (int i = 0; i < kSome; ++i) {
+                        some[i] = sums[kSome * decltype(constant)::value + i];
                     }
                 });
-                write_straight(token + 32 * unit, group, some);
+                write_straight(token + 2 * kSome * unit, group, some);
             }
         }
     }
@@ -112,19 +114,18 @@ struct GatedEndingSm90 : GatedEnding<T> {
     }
 };
 
-#define EXPORT_SWIGLU_LINEAR(NAME, T, ...)                                                         \
+#define EXPORT_SWIGLU_LINEAR(NAME, T, ...) EXPORT_OF(NAME, T, PairedConfig<__VA_ARGS__>)
+#define EXPORT_OF(NAME, T, ...)                                                                    \
     DESCRIBED(                                                                                     \
         NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
-        (facts_of<PairedConfig<__VA_ARGS__>>(PairedConfig<__VA_ARGS__>::kBiasAt)),                 \
-        extern "C" __global__ void __cluster_dims__(PairedConfig<__VA_ARGS__>::kClusterSize, 1, 1) \
-        __launch_bounds__(PairedConfig<__VA_ARGS__>::kThreads,                                     \
-                          PairedConfig<__VA_ARGS__>::kMinBlocks)                                   \
-        NAME(T* out, const __grid_constant__ CUtensorMap a_map,                                    \
-             const __grid_constant__ CUtensorMap a_tail,                                           \
-             const __grid_constant__ CUtensorMap b_map, int64_t out_stride, int m, int columns,    \
-             int k, int box_rows, int group, int kind, float alpha, float limit,                   \
-             int weights_ready) {                                                                  \
-            paired_linear_sm90<T, PairedConfig<__VA_ARGS__>>(                                      \
+        (facts_of<__VA_ARGS__>(__VA_ARGS__::kBiasAt)),                                             \
+        extern "C" __global__ void __cluster_dims__(__VA_ARGS__::kClusterSize, 1, 1)               \
+        __launch_bounds__(__VA_ARGS__::kThreads, __VA_ARGS__::kMinBlocks) NAME(                    \
+            T* out, const __grid_constant__ CUtensorMap a_map,                                     \
+            const __grid_constant__ CUtensorMap a_tail, const __grid_constant__ CUtensorMap b_map, \
+            int64_t out_stride, int m, int columns, int k, int box_rows, int group, int kind,      \
+            float alpha, float limit, int weights_ready) {                                         \
+            paired_linear_sm90<T, __VA_ARGS__>(                                                    \
                 GatedEndingSm90<T>(out, out_stride, m, columns, kind, alpha, limit), &a_map,       \
                 &a_tail, PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group,     \
                 weights_ready);                                                                    \
@@ -153,6 +154,8 @@ EXPORT_BOTH(swapped_128x128_c21, kSwapped, 2, 1, 128, 7, 2, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_128x160_c21, kSwapped, 2, 1, 160, 6, 2, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_128x192_c21, kSwapped, 2, 1, 192, 5, 2, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_128x224_c21, kSwapped, 2, 1, 224, 5, 2, 1, 1, 0, 1)
+EXPORT_OF(swiglu_linear_fp16_swapped_224x208_c21, __half, SevenConfig<3>)
+EXPORT_OF(swiglu_linear_bf16_swapped_224x208_c21, __nv_bfloat16, SevenConfig<3>)
 // clang-format on
 
 }  // namespace kernel_hub::matmul::paired

@@ -19,6 +19,7 @@
 #include "kernel_hub/warpgroup.cuh"
 #include "kernel_hub/wgmma.cuh"
 #include "matmul/paired/constant.cuh"
+#include "matmul/paired/seven.cuh"
 #include "matmul/sm90/barriers.cuh"
 #include "matmul/sm90/loop.cuh"
 #include "matmul/sm90/tiles.cuh"
@@ -34,12 +35,17 @@ template <Sharing kSharing, int kConsumers_, int kPieces_, int kPieceN_, int kSt
           int kRows = 64 * kConsumers_>
 struct PairedConfig : Config<kSharing, kConsumers_, kPieces_, kPieceN_, kStages_, kClusterM_,
                              kClusterN_, kSplits_, kBoxes_, kMinBlocks_> {
-    static constexpr int kBlockM = kRows;
+    static constexpr bool kIsSeven = false;
+    static constexpr int kBlockM = kRows, kFetchedRows = kRows;
     static constexpr uint32_t kTileBytesM = kBlockM * kRowBytes;
     static constexpr uint32_t kStageBytes = kTileBytesM + PairedConfig::kTileBytesN;
     static constexpr uint32_t kBarriersAt = kStages_ * kStageBytes;
     static constexpr uint32_t kBiasAt = kBarriersAt + 16 * kStages_;  // the end: there is none
 
+    // The first row of a block's tile.
+    __device__ static __forceinline__ int first_of(int tile, uint32_t rank) {
+        return (tile * kClusterM_ + rank) * kBlockM;
+    }
     // The row of a tile at which a consumer's 64 begin: of a last one that has fewer of its own,
     // among those of the one before it, or with some of what lies behind the tile.
     __device__ static __forceinline__ int first_row(int consumer) {
@@ -115,7 +121,7 @@ __device__ __forceinline__ void produce_paired(const Operand& a, const Boxes& bo
          tile += gridDim.x / C::kClusterSize) {
         int tile_m, tile_n;
         raster.place(tile, tile_m, tile_n);
-        const int row = (tile_m * C::kClusterM + rank) * C::kBlockM;
+        const int row = C::first_of(tile_m, rank);
         const int column = tile_n * C::kBlockN + rank * kShareN;
         const typename Boxes::Walk walk = boxes.begin(C::kSwaps ? row : column);
         constexpr int kTile = C::kSwaps ? C::kBlockN : C::kBlockM;
@@ -126,7 +132,7 @@ __device__ __forceinline__ void produce_paired(const Operand& a, const Boxes& bo
         const uint32_t own_columns = C::kTileBytesM + rank * kShareN * kRowBytes;
         const auto fetch_weights = [&](uint32_t stage, uint32_t barrier, int x) {
             if constexpr (C::kSwaps) {
-                fetch_boxes<C::kBlockM, false>(boxes, walk, stage, barrier, x, 0);
+                fetch_boxes<C::kFetchedRows, false>(boxes, walk, stage, barrier, x, 0);
             } else {
                 fetch_boxes<kShareN, (C::kClusterM > 1)>(boxes, walk, stage + own_columns, barrier,
                                                          x, kMask);
@@ -310,6 +316,9 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
                               first_step, num_steps, leads);
         }
         attend_sums<(C::kSplits > 1)>();
+    } else if constexpr (C::kIsSeven) {
+        acquire_registers<C::kConsumerRegisters>();
+        consume_seven<T, C>(ending, raster, ring_base, full, empty, rank, num_steps);
     } else {
         if constexpr (C::kTradesRegisters) {
             acquire_registers<C::kConsumerRegisters>();

@@ -36,6 +36,7 @@ HOPPER_FP32 = (
     "swapped_64x16_c11_b2",
     "swapped_64x64_c11_b2",
     "swapped_64x128_c11",
+    "swapped_128x224_c21",
 )
 
 

@@ -30,14 +30,20 @@ class PairedTile(Tile):
         return self.row_boxes[self.swaps]
 
     @property
+    def is_seven(self) -> bool:
+        """Whether a cluster has seven units of 64 rows of b (csrc/matmul/paired/seven.cuh)."""
+        return self.swaps and self.block_m > 64 * self.consumers
+
+    @property
     def b_share(self) -> int:
-        """Rows of b that one block of a cluster fetches for each step."""
-        return self.row_boxes[not self.swaps]
+        """Rows of b in one copy: all that one block of a cluster fetches for a step, or a unit."""
+        return 64 if self.is_seven else self.row_boxes[not self.swaps]
 
     def takes(self, m: int, k: int) -> bool:
         """Whether it computes a product of m rows and k columns of a."""
         # qkv_linear finds the places of all tokens of a swapped tile once.
-        most = self.block_n if self.op == "qkv_linear" or self.block_n < 64 else m
+        is_column = self.op == "qkv_linear" or self.block_n < 64 or self.is_seven
+        most = self.block_n if is_column else m
         return (not self.swaps or m <= most) and -(-k // BLOCK_K) >= self.splits
 
     def cost_us(self, num_sms: int, m: int, n: int, k: int) -> float:
@@ -57,7 +63,7 @@ _NAMES = {
         *("swapped_64x64_c11_k4", "swapped_64x128_c11", "swapped_64x128_c11_k2"),
         "swapped_112x64_c11_b2",
         *("swapped_128x128_c21", "swapped_128x160_c21", "swapped_128x192_c21"),
-        "swapped_128x224_c21",
+        *("swapped_128x224_c21", "swapped_224x208_c21"),
     ),
     "qkv_linear": (
         *("128x256_c21", "128x320_c21", "128x192_c21", "128x128_c21", "128x128_c11"),
