@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, run
+from attention_devices import taken
+from emulated_attention import hopper_attention
+from ways import Way
 
+from kernel_hub.ops.attention.packed_tile import PackedTile
 from kernel_hub.ops.attention.problem import Problem, sizes_of
 from kernel_hub.ops.attention.tile_costs import Prompt, TileCost, prompt_us
 from kernel_hub.ops.core.device import PlannedGpu, has_wgmma, pretend
@@ -111,10 +116,12 @@ def prompts(batch_size: int, seqlen: int, heads: tuple[int, int], head_dim: int 
     return Problem(q, k, k, batch_size, seqlen, seqlen, 0.1, -1, 0)
 
 
-def together(problem: Problem, keys: int, rounds: float, width: int = 128) -> int:
+def together(
+    problem: Problem, keys: int, rounds: float, width: int = 128, rows: int = 128
+) -> int:  # fmt: skip
     with pretend(PlannedGpu((9, 0), 132)):
-        sizes = sizes_of(problem)[0]
-        return int(COSTS.pairs_together(problem, sizes, keys, rounds, width))
+        sizes, tile = sizes_of(problem)[0], PackedTile(width, rows, 128)
+        return int(COSTS.pairs_together(problem, sizes, keys, rounds, tile))
 
 
 def test_which_pairs_run_together_in_turn() -> None:
@@ -148,13 +155,33 @@ def test_sequences_that_are_alike_run_together() -> None:
     assert COSTS.heads_a_group(chunks, 26_274) == 4
 
 
+FEW = [
+    Case(num_heads=4, num_kv_heads=2, head_dim=72, lengths_q=(150,) * 2, softcap=20.0),
+    Case(num_heads=8, num_kv_heads=1, head_dim=128, lengths_q=(170,) * 2, softcap=5.0, causal=True),
+    Case(num_heads=3, num_kv_heads=3, head_dim=104, lengths_q=(200,) * 3),
+    Case(num_heads=2, num_kv_heads=2, head_dim=80, lengths_q=(333,), causal=True, dtype="fp16"),
+    Case(num_heads=4, num_kv_heads=4, head_dim=96, lengths_q=(190,) * 5, window_size=(64, 0)),
+    Case(num_heads=2, num_kv_heads=1, head_dim=128, lengths_q=(300,), window_size=(100, 100)),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_tiles_of_few_rows(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Of prompts of one length, two blocks a multiprocessor."""
+    found = taken(monkeypatch, SPLIT, lambda planned, *_: planned.function.name)
+    case = dataclasses.replace(case, lengths_k=case.lengths_q, twice=True)
+    with contextlib.nullcontext() if hopper_way.is_gpu else hopper_attention(monkeypatch, 61):
+        run(case, hopper_way.device)
+    assert found and all("rows64" in name for name in found)
+
+
 def test_two_rounds_are_dealt() -> None:
     """us on an H200, as they are drawn and dealt."""
 
     def is_dealt(batch_size: int, seqlen: int, heads: int, **options: Any) -> bool:
         problem = prompts(batch_size, seqlen, (heads, heads))._replace(**options)
         with pretend(PlannedGpu((9, 0), 132)):
-            return bool(COSTS.is_dealt(problem, -(-seqlen // 128) * batch_size * heads, 128))
+            return bool(SM90.is_dealt(problem, -(-seqlen // 128) * batch_size * heads, 128))
 
     assert is_dealt(7, 629, 5)  # 16.6, 14.3
     assert not is_dealt(7, 629, 5, window_left=300)
@@ -163,7 +190,7 @@ def test_two_rounds_are_dealt() -> None:
     assert not is_dealt(3, 629, 5) and not is_dealt(14, 629, 5)
     narrow = prompts(100, 150, (2, 2), 96)  # a tile of 192 rows each
     with pretend(PlannedGpu((9, 0), 132)):
-        assert COSTS.is_dealt(narrow, 200, 128) and not COSTS.is_dealt(narrow, 200, 192)
+        assert SM90.is_dealt(narrow, 200, 128) and not SM90.is_dealt(narrow, 200, 192)
 
 
 @pytest.mark.gpu
