@@ -36,7 +36,7 @@ _WIDE_SHORT = 160  # tokens of the longest of those
 # Of causal tiles: columns of heads that have them of 192 rows, rows of both, and queries up to
 # which fewer rows may be better.
 _NARROWEST, _ROWS192_WIDEST, _ROWS, _MORE_ROWS, _FEW_ROWS = 64, 96, 128, 192, 1024
-_HARDLY_MORE = 1.3  # rounds of tiles of narrow windows
+_SOME, _HARDLY_MORE = 0.35, 1.3  # rounds of tiles of narrow windows
 _DEALT_WIDE = 1.5  # of tiles of wide heads that are dealt
 NUM_COUNTERS = 2  # the next tile, blocks that are done
 # The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
@@ -205,13 +205,14 @@ def is_short(problem: Problem) -> bool:
 
 
 def _sees_little(problem: Problem) -> bool:
-    """The same of narrow windows of 192 columns in hardly more than a round of tiles."""
-    head_dim, (left, right), softcap = problem.widest_head, problem.window, problem.softcap
-    if problem.has_lengths or not (_WIDE < head_dim <= _MORE_ROWS and 0 <= left < _ROWS):
+    """The same of narrow windows of up to 192 columns in about a round of tiles."""
+    head_dim, (left, right) = problem.widest_head, problem.window
+    is_window = 0 <= left < _ROWS and 0 <= right < _ROWS and problem.softcap == 0
+    if problem.has_lengths or not is_window or not _WIDE < head_dim <= _MORE_ROWS:
         return False
     tiles = -(-problem.seqlens[0] // _ROWS) * problem.batch_size * problem.q.shape[-2]
-    is_narrow = right < _ROWS and softcap == 0 and right >= 0
-    return is_narrow and tiles <= _HARDLY_MORE * device_of(problem.q.device).num_sms
+    rounds = tiles / device_of(problem.q.device).num_sms
+    return (_SOME if right == 0 else 1) < rounds <= _HARDLY_MORE
 
 
 def _has_many_rows(problem: Problem) -> bool:

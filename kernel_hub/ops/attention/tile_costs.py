@@ -18,8 +18,9 @@ _MOST_COUNTED, _LATE = 8, 0.4  # rounds that are counted; of one, that the last 
 _APART = 0.35  # the same where tiles differ in their keys, the longest first
 _LOOKED_AT = 64  # tiles of a sequence
 _NARROWEST, _ROWS, _MORE_ROWS = 64, 128, 192
-# Tokens of which tiles of both have two, and up to which fewer rows may be better.
-_MOST_TWO_TILES, _MOST_SHORT = 288, 1024
+# Tokens of which tiles of both have two, up to which fewer rows may be better, and are where both
+# leave as many empty.
+_MOST_TWO_TILES, _MOST_SHORT, _MOST_ALIKE_ROWS = 288, 1024, 320
 # Full prompts of one block of keys and more tokens are better drawn in turn; of 128 columns from so
 # many rounds on.
 _LONG_ONE, _MANY_DRAWN = 104, 8
@@ -152,7 +153,7 @@ _FEW_ROWS, _FEW_ROWS_ALONE, _FEW_ROWS_LONGEST, _FEW_ROWS_ROUNDS = 64, 896, 640, 
 # Of prompts side by side, the mean, up to which such tiles are better; of these as many as half of
 # the multiprocessors have. Where heads share keys a longer mean, if all have so many.
 _SIDE_BY_SIDE, _LEAST_SIDE_BY_SIDE = 176, 66
-_LONGER_SIDE_BY_SIDE, _MANY_SIDE_BY_SIDE = 300, 1600
+_LONGER_SIDE_BY_SIDE, _MANY_SIDE_BY_SIDE = 300, 2000
 _SHORT_BLOCKS = 3  # of keys, up to which to sort takes longer than it saves
 # Of prompts of one length: tokens up to which such tiles, of 128 columns, may be better, causal and
 # not; of heads of up to 64 columns with a softcap, and of those that share keys; left bounds of
@@ -167,7 +168,7 @@ _CAPPED_TILES = {
     128: (TileCost(_ROWS, 128, 1.62, 1.9, 5.5, 0.85), TileCost(64, 64, 1.12, 2.6, 4.3, 0.65)),
 }
 _CAPPED_MANY, _CAPPED_SURELY = 0.85, 0.98
-_CAPPED_ROUNDS, _CAPPED_MOST_ROUNDS = 4, 8
+_CAPPED_ROUNDS, _MANY_FEW_ROUNDS = 4, 8
 
 
 def is_short_causal(sizes: Sizes) -> bool:
@@ -210,13 +211,15 @@ def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
     is_narrow = head_dim <= _NARROWEST
     if sizes.has_lengths or not sizes.is_prompt or head_dim > _FEW_ROWS_TILE.width:
         return False
-    if left >= 0 and not (is_full or sizes.has_softcap or is_narrow):
-        is_short = left <= _FEW_ROWS_WIDER and seqlen_q <= _FEW_ROWS_SHORT
-        if is_short or left <= _FEW_ROWS_WINDOW:
-            return True
     heads, tokens, tiles = _FEW_ROWS_TILE.pack(max(1, seqlen_q), group)
     num_sms = device_of(problem.q.device).num_sms
     rounds = tiles * sizes.batch_size * sizes.num_kv_heads / (_FEW_ROWS_TILE.places * num_sms)
+    are_many = rounds > _MANY_FEW_ROUNDS
+    if left >= 0 and not (is_full or sizes.has_softcap or is_narrow):
+        is_short = seqlen_q <= _FEW_ROWS_SHORT
+        if left <= (_FEW_ROWS_WIDER if is_short else _FEW_ROWS_WINDOW):
+            is_askew = head_dim % 16 != 0
+            return not (are_many and head_dim <= 96 and (is_short or is_askew))
     is_apart = _FEW_ROWS_TILE.places * rounds <= 1
     if is_apart:
         is_few = seqlen_q <= (_FEW_ROWS_FULL if is_full or is_narrow else _FEW_ROWS_MOST)
@@ -231,12 +234,13 @@ def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
         is_better = is_full and not is_narrow and group > 1 and are_half_empty
         return is_better and rounds <= _CAPPED_ROUNDS
     if is_narrow:
-        return group > 1 and seqlen_q <= _FEW_ROWS_SHARED
+        return heads > 1 and seqlen_q <= _FEW_ROWS_SHARED
     if group == 1 and seqlen_q <= _ROWS:
         return False
-    if rounds > _CAPPED_MOST_ROUNDS and (is_full or seqlen_q > _FEW_ROWS_SHORT):
+    longest = 2 * _ROWS if head_dim <= 96 else _FEW_ROWS_SHORT
+    if are_many and (is_full or seqlen_q > longest):
         return False
-    if rounds > _CAPPED_ROUNDS and _MORE_ROWS < seqlen_q <= 2 * _ROWS:  # they are full
+    if rounds > _CAPPED_ROUNDS and seqlen_q > _MORE_ROWS and (is_full or seqlen_q <= 2 * _ROWS):
         return False
     more, few = _CAPPED_TILES[96 if head_dim <= 96 else 128]
     unit_us = few.unit_us * (_CAPPED_MANY if rounds > _CAPPED_ROUNDS else 1.0)
@@ -285,24 +289,21 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
         return tile.width == 64 and problem.softcap == 0 and rounds <= 1
     is_half_empty = _MORE_ROWS < seqlen_q <= 2 * _ROWS
     is_full, is_one = problem.softcap == 0 and sizes.window_right < 0, seqlen_q <= _ROWS
-    if is_full and tile.width == 64 and is_half_empty and rounds > 2:  # those of 192 rows are
-        return True
     if sizes.num_heads != sizes.num_kv_heads or tile.width > 128:
         return False
     if tile.width == 128:  # they are drawn
         return is_full and _LONG_ONE < seqlen_q <= _ROWS and rounds >= _MANY_DRAWN
-    if tile.width == 64:
-        return is_full and is_one and rounds > 4
+    if tile.width == 64:  # those of 192 rows are half empty
+        return is_full and (rounds > 4 if is_one else is_half_empty and rounds > 2)
     if sizes.window_right < 0:  # rows of heads that begin between the L2's sectors
         is_askew = problem.widest_head % 16 != 0
         return is_askew and (rounds >= 3.5 if is_one else is_half_empty and rounds >= 2.5)
     if is_one:
         return rounds >= 3
     fewer, more = (-(-seqlen_q // rows) * rows for rows in (_ROWS, _MORE_ROWS))  # with empty ones
-    # Of as many empty ones, those of 192 rows read heads that begin within lines less often.
-    is_alike = more == fewer and seqlen_q <= 2 * _MORE_ROWS and problem.widest_head % 32 == 0
+    is_fuller = more > fewer or (more == fewer and seqlen_q <= _MOST_ALIKE_ROWS)
     is_short = _MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT
-    return is_short and (more > fewer or is_alike) and rounds >= 3
+    return is_short and is_fuller and rounds >= 3
 
 
 # K and V of the heads that run together stay in the L2: of 50 MB on an H100 half is near.
@@ -378,12 +379,8 @@ def pairs_together(
         return max(1, heads_a_group(problem, sizes.seqlen_k) // group)
     is_one, is_open = keys <= _ROWS, sizes.window_left < 0
     is_full = sizes.window_right < 0 and is_open and not sizes.has_softcap
-    if (
-        is_full
-        and is_one
-        and 64 < tile.width <= _NARROW
-        and is_surely_in_turn(problem, tile, sizes)
-    ):
+    is_long = is_full and is_one and sizes.seqlen_q > _LONG_ONE and 64 < tile.width <= _NARROW
+    if is_long and is_surely_in_turn(problem, tile, sizes):
         return max(2, heads_a_group(problem, sizes.seqlen_k) // group)
     if problem.has_lengths or sizes.window_right < 0 or not (sizes.is_prompt and is_open):
         return 1

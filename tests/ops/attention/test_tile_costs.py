@@ -61,6 +61,12 @@ def test_who_has_tiles_of_more_rows() -> None:
         (3, 1237, 2, 80),  # 19, 22
     ):
         assert body(*fewer) == "96 window"
+    for causal in (
+        (53, 733, 16, 104, -1, 0),  # 343, 293
+        (1, 8249, 8, 104, -1, 0),  # 223, 195
+    ):
+        assert body(*causal) == "112 window_rows192"
+    assert body(64, 251, 8, 104, -1, 0) == "128 causal"  # 50.7, 68
     assert body(755, 81, 2, 104) == "128 full"  # 44.6, 57.4 in those of 112 columns
     long = 2, 4614, 16, 88, 2047, 2047
     assert body(*long, softcap=20.0) == body(*long, batch_invariant=True) == "96 window"
@@ -173,6 +179,45 @@ def test_tiles_of_few_rows(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, cas
     with contextlib.nullcontext() if hopper_way.is_gpu else hopper_attention(monkeypatch, 61):
         run(case, hopper_way.device)
     assert found and all("rows64" in name for name in found)
+
+
+def wants_few(*of: Any, left: int = -1, right: int = 0, softcap: float = 0.0) -> bool:
+    problem = prompts(*of)._replace(window_left=left, window_right=right, softcap=softcap)
+    with pretend(PlannedGpu((9, 0), 132)):
+        return bool(COSTS.wants_few_rows(problem, sizes_of(problem)[0]))
+
+
+def test_who_has_tiles_of_few_rows() -> None:
+    """us on an H200: as it was, in tiles of 64 rows."""
+    assert wants_few(1, 199, (4, 4), 96)  # 8.2, 6.9
+    assert wants_few(5, 139, (8, 8), 104, right=-1)  # 10.5, 8.6
+    assert wants_few(46, 134, (5, 1), right=-1)  # 19.8, 16.3
+    assert not wants_few(5, 715, (2, 2), 104, right=-1)  # 14.6, 15.1
+    assert not wants_few(24, 192, (8, 8), 88, right=-1)  # 17.7, 23.2
+    assert wants_few(148, 161, (32, 8), left=64)  # 254, 181
+    assert wants_few(5, 285, (3, 1), left=64)  # 9.6, 8.4
+    assert not wants_few(9, 7035, (8, 2), left=127)  # 148, 158
+    assert not wants_few(151, 151, (16, 16), 96, left=64)  # 95, 111
+    assert wants_few(42, 192, (2, 2), 88, right=-1, softcap=30.0)  # 18.0, 13.2
+    assert wants_few(64, 148, (20, 4), softcap=15.0)  # 75, 62
+    assert wants_few(64, 76, (16, 2), 64, softcap=50.0)  # 30.0, 21.7
+    assert not wants_few(64, 86, (71, 1), 64, softcap=50.0)  # 111, 126
+    assert not wants_few(89, 99, (8, 8), 88, right=-1, softcap=15.0)  # 28.9, 34.3
+    assert not wants_few(121, 320, (8, 8), 104, right=-1, softcap=50.0)  # 167, 203
+
+
+def test_who_sees_little() -> None:
+    """us on an H200: Hopper's kernels, the portable ones."""
+    for few, (batch_size, seqlen, heads, head_dim), left, right in (
+        (True, (2, 2561, 2, 192), 64, 0),  # 14.6, 11.7
+        (True, (1, 1028, 16, 192), 64, 64),  # 22.2, 18.0
+        (False, (6, 301, 4, 160), 127, 127),  # 13.1, 18.6
+        (False, (64, 833, 8, 192), 127, 0),  # 228, 295
+    ):
+        problem = prompts(batch_size, seqlen, (heads, heads), head_dim)
+        with pretend(PlannedGpu((9, 0), 132)):
+            found = SM90.is_short(problem._replace(window_left=left, window_right=right))
+        assert found == few
 
 
 def test_two_rounds_are_dealt() -> None:
