@@ -14,7 +14,7 @@
 //
 //   flash_attention_split_sm90_{dtype}_hdim{N}_causal   window_right only; 2^29: no mask
 //   ..._causal_rows192 (64, 96)                         the same in tiles of 192 rows
-//   ..._causal_rows64 (128)                             of 64, two blocks a multiprocessor
+//   ..._causal_rows64, ..._window_rows64 (128)          of 64, two blocks a multiprocessor
 //   ..._window (64, 128, 256)                           both sides, either of them open; softcap
 //   flash_attention_split_sm90_{dtype}_merge            after each; grid and blocks of theirs
 //   flash_attention_split_sm90_{dtype}_merge_left       the same, where most tiles are written
@@ -106,6 +106,7 @@ namespace kernel_hub::attention::sm90 {
     EXPORT_SPLIT(DTYPE, T, 96, causal_rows192, kCausal, 3, 96)                                    \
     EXPORT_MASKS(DTYPE, T, 128, 128)                                                              \
     EXPORT_SPLIT(DTYPE, T, 128, causal_rows64, kCausal, 1, 64)                                    \
+    EXPORT_SPLIT(DTYPE, T, 128, window_rows64, kWindow, 1, 64)                                    \
     EXPORT_SPLIT(DTYPE, T, 192, causal, kCausal, 2, 112)                                          \
     EXPORT_MASKS(DTYPE, T, 256, 80)                                                               \
     EXPORT_MERGE(DTYPE, T, merge, false, "x: 8 / team strips of 16 rows by 32 columns; y: tiles") \

@@ -20,7 +20,7 @@ from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch, nothing
 from . import forward_split_sm90 as split
 from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
-from .tile_costs import heads_a_group, is_dealt, wider_rows
+from .tile_costs import heads_a_group, wider_rows
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
@@ -36,6 +36,8 @@ _WIDE_SHORT = 160  # tokens of the longest of those
 # Of causal tiles: columns of heads that have them of 192 rows, rows of both, and queries up to
 # which fewer rows may be better.
 _NARROWEST, _ROWS192_WIDEST, _ROWS, _MORE_ROWS, _FEW_ROWS = 64, 96, 128, 192, 1024
+_SOME, _HARDLY_MORE = 0.35, 1.3  # rounds of tiles of narrow windows
+_DEALT_WIDE = 1.5  # of tiles of wide heads that are dealt
 NUM_COUNTERS = 2  # the next tile, blocks that are done
 # The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
 MAX_TOKENS = 1 << 29
@@ -112,7 +114,7 @@ def _choose(problem: Problem) -> Body | None:
         mask = "window"  # the others have no softcap
     is_capped = problem.softcap != 0 and problem.q.dtype == torch.bfloat16
     head_dim, head_dim_v = problem.q.shape[-1], problem.v.shape[-1]
-    larger = _of_more_rows(problem, mask)
+    larger = _of_more_rows(problem)
     if mask == "causal" and _wants_few_rows(problem):
         mask = "window"
     if larger is not None or (mask == "full" and _NARROWEST < problem.widest_head <= 96):
@@ -132,11 +134,11 @@ def _choose(problem: Problem) -> Body | None:
     return None
 
 
-def _of_more_rows(problem: Problem, mask: str) -> Body | None:
-    """The body of 192 rows for windows and full attention of 72 to 112 columns, where it is
-    better."""
+def _of_more_rows(problem: Problem) -> Body | None:
+    """The body of 192 rows for windows, full attention of 72 to 112 columns and causal of 104,
+    where it is better."""
     others = problem.block_table, problem.cache_seqlens
-    if mask == "causal" or problem.softcap != 0 or any(x is not None for x in others):
+    if problem.softcap != 0 or any(x is not None for x in others):
         return None
     width = wider_rows(problem)
     return next((x for x in BODIES if x.suffix == _ROWS192 and x.head_dim == width), None)
@@ -169,8 +171,10 @@ def is_short(problem: Problem) -> bool:
     two blocks share a multiprocessor (docs/notes/flash_attention_sm90.md)."""
     longest = max(problem.seqlens)
     others = problem.cache_seqlens, problem.block_table, problem.sinks
-    if longest > _SHORT or problem.batch_invariant or any(x is not None for x in others):
+    if problem.batch_invariant or any(x is not None for x in others):
         return False
+    if longest > _SHORT:
+        return _sees_little(problem)
     head_dim, num_heads = problem.widest_head, problem.q.shape[-2]
     pairs, num_sms = problem.batch_size * num_heads, device_of(problem.q.device).num_sms
     is_one_round = pairs <= num_sms
@@ -179,10 +183,13 @@ def is_short(problem: Problem) -> bool:
         if is_wide and is_one_round and longest > _WIDE_SHORT:
             return False
         return num_heads <= (1 + is_wide) * problem.k.shape[-2]
-    if problem.has_lengths or problem.seqlens[0] < _FEW:
+    if problem.has_lengths:  # those of few heads alone that have no tile of 192 rows each
+        is_alone = num_heads == problem.k.shape[-2] and max(problem.window) < 0
+        return is_alone and problem.softcap == 0 and head_dim <= 64 and is_one_round
+    if problem.seqlens[0] < _FEW:
         return False
     if head_dim > 64:
-        return _fills_little(problem, pairs / num_sms)
+        return _sees_little(problem) or _fills_little(problem, pairs / num_sms)
     left, right = problem.window  # causal ones have tiles of 128 queries
     is_masked = left >= 0 or right >= 0 or problem.softcap != 0
     is_roomy = head_dim > _NARROW or is_masked or longest > _SHORTER
@@ -195,6 +202,17 @@ def is_short(problem: Problem) -> bool:
     if head_dim <= _NARROW or (problem.softcap == 0 and (left >= 0 or right < 0)):
         return True
     return problem.softcap == 0 and pairs <= 2 * num_sms and longest <= _ROWS
+
+
+def _sees_little(problem: Problem) -> bool:
+    """The same of narrow windows of up to 192 columns in about a round of tiles."""
+    head_dim, (left, right) = problem.widest_head, problem.window
+    is_window = 0 <= left < _ROWS and 0 <= right < _ROWS and problem.softcap == 0
+    if problem.has_lengths or not is_window or not _WIDE < head_dim <= _MORE_ROWS:
+        return False
+    tiles = -(-problem.seqlens[0] // _ROWS) * problem.batch_size * problem.q.shape[-2]
+    rounds = tiles / device_of(problem.q.device).num_sms
+    return (_SOME if right == 0 else 1) < rounds <= _HARDLY_MORE
 
 
 def _has_many_rows(problem: Problem) -> bool:
@@ -215,11 +233,14 @@ def _fills_little(problem: Problem, rounds: float) -> bool:
         return False
     head_dim, longest = problem.widest_head, max(problem.seqlens)
     if right >= 0:
-        is_narrow = head_dim <= _ROWS192_WIDEST or _WIDE_SHORT < head_dim <= _MORE_ROWS
-        return is_narrow and longest <= _ROWS and rounds <= 1
+        is_narrow = head_dim <= _ROWS192_WIDEST
+        is_fitting = is_narrow or _WIDE_SHORT < head_dim <= _MORE_ROWS
+        return is_fitting and longest <= _ROWS and rounds <= 1 + is_narrow
     if head_dim <= _ROWS192_WIDEST:
         return longest <= _ROWS and rounds <= 2
-    return head_dim <= _WIDE and _ROWS < min(problem.seqlens) <= longest <= 160 and rounds <= 1
+    # Where tiles of 64 rows, three a head, have a multiprocessor each, those are.
+    is_some = 1 / 3 < rounds <= 1
+    return head_dim <= _WIDE and _ROWS < min(problem.seqlens) <= longest <= 160 and is_some
 
 
 def _mean_tokens(problem: Problem) -> float:
@@ -315,6 +336,15 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     return Launch(
         function, grid, stated.block, stated.shared_bytes, numbers, (body.q_rows, box_rows)
     )
+
+
+def is_dealt(problem: Problem, num_tiles: int, block_m: int) -> bool:
+    """Whether each block's tiles are known from the start: those of no more than two rounds that
+    see ever fewer keys. Who asks for the second one early may have the longest first."""
+    left, right = problem.window
+    is_ordered = left < 0 <= right and not problem.has_lengths and problem.seqlens[0] > block_m
+    rounds = num_tiles / device_of(problem.q.device).num_sms
+    return is_ordered and 1 < rounds <= (2 if problem.widest_head <= _ROWS else _DEALT_WIDE)
 
 
 def maps(

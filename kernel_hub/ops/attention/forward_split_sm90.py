@@ -16,6 +16,7 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import split_costs as costs
+from . import tile_costs as prompts
 from .packed_tile import BODIES, CUBIN, MAX_BLOCKS, Body, chunk_parts, merge_name
 from .packed_tile import prompt_parts as prompt_parts_us
 from .problem import (
@@ -26,7 +27,6 @@ from .problem import (
     strides_of,
     tensor_map,
 )
-from .tile_costs import is_side_by_side, is_surely_in_turn, pairs_together, short_blocks
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
@@ -40,9 +40,7 @@ prompt_parts: int | None = None
 NUM_COUNTERS = 2  # the next unit that is drawn, blocks that are done
 _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has on their way
 _MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
-_MAX_BATCH = 256  # Line::kMost
-_MAX_HEADS = 1 << 15
-_MAX_UNITS = 1 << 30
+_MAX_BATCH, _MAX_HEADS, _MAX_UNITS = 256, 1 << 15, 1 << 30  # Line::kMost; 32-bit sums
 _NO_MASK = 1 << 29
 # Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
 _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
@@ -94,10 +92,11 @@ def bodies_of(problem: Problem) -> list[Body]:
     least = min(body.head_dim for body in fitting)
     is_few = least <= _FEW_ROWS_WIDTH and problem.batch_size > 0
     if is_few:
-        seqlen_k = min(problem.seqlens[1], problem.max_seqlen_k)
-        is_few = costs.is_chunk(costs.sizes_of(problem)[0]) and seqlen_k <= _FEW_ROWS_LONGEST
-        is_short = _is_short_causal(problem) or is_side_by_side(problem, costs.sizes_of(problem)[0])
-        is_few = is_few or (least == _FEW_ROWS_WIDTH and is_short)
+        sizes = costs.sizes_of(problem)[0]
+        is_chunk = costs.is_chunk(sizes) and sizes.seqlen_k <= _FEW_ROWS_LONGEST
+        is_short = _is_short_causal(problem) or prompts.is_side_by_side(problem, sizes)
+        is_few = (is_chunk and mask == "causal") or (least == _FEW_ROWS_WIDTH and is_short)
+        is_few |= prompts.wants_few_rows(problem, sizes)
     return [x for x in fitting if (is_few if x.has_few_rows else x.head_dim == least)]
 
 
@@ -132,10 +131,10 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
         return True
     block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
     if is_crowded(problem, block_m) or _is_short_causal(problem):
-        is_narrow = problem.widest_head <= 64 and problem.q.dtype == torch.bfloat16
-        if problem.softcap != 0 and is_narrow:
-            return False  # that one tells tiny scores from others, these do not
         num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
+        is_narrow = problem.widest_head <= 64 and problem.q.dtype == torch.bfloat16
+        if problem.softcap != 0 and is_narrow and not prompts.wants_few_rows(problem, sizes[0]):
+            return False  # that one tells tiny scores from others, these do not
         every = (costs.whole_prompts_us(x, width, block_m, block_n, num_sms) for x in sizes)
         return best_way(problem, block_m).us < mean_of(every)
     surely = _SURELY if _prompt_rounds(problem, block_m) > 1 else 1.0
@@ -190,7 +189,7 @@ def best_way(problem: Problem, whole_rows: int = 0) -> Way:
     is_bound = problem.cu_seqlens_k is None or problem.totals[1] <= problem.seqlens[1]
     for body in bodies_of(problem):
         tile = _tile(problem, body)
-        if is_surely_in_turn(problem, tile, sizes[0]):
+        if prompts.is_surely_in_turn(problem, tile, sizes[0]):
             return Way(body, tile, math.inf, 0.0)
         places, shares, parts = tile.blocks_at_once(num_sms), math.inf, 0
         if not is_packed:
@@ -280,8 +279,8 @@ def plan(
     num_blocks = min(most_blocks, tiles)
     sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
     seen = costs.blocks_seen(sizes, tokens, block_n)
-    together = pairs_together(problem, sizes, seen * block_n, tiles / most_blocks, tile.width)
-    longest = _SORTED if seen > short_blocks(sizes, tile) else _AS_THEY_COME
+    together = prompts.pairs_together(problem, sizes, seen * block_n, tiles / most_blocks, tile)
+    longest = _SORTED if seen > prompts.short_blocks(sizes, tile) else _AS_THEY_COME
     if together > 1:
         longest = _SORTED if tiles > _DEALT_ROUNDS * most_blocks else _AS_THEY_COME
     if is_cut:

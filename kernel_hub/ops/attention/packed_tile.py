@@ -59,8 +59,8 @@ class Body:
 BODIES = (
     *(Body("causal", width) for width in (64, 96, 128, 192, 256)),
     *(Body("causal", width, "_rows192") for width in (64, 96)),
-    Body("causal", 128, "_rows64"),
     *(Body("window", width) for width in (64, 128, 256)),
+    *(Body(mask, 128, "_rows64") for mask in ("causal", "window")),
 )
 
 

@@ -18,8 +18,12 @@ _MOST_COUNTED, _LATE = 8, 0.4  # rounds that are counted; of one, that the last 
 _APART = 0.35  # the same where tiles differ in their keys, the longest first
 _LOOKED_AT = 64  # tiles of a sequence
 _NARROWEST, _ROWS, _MORE_ROWS = 64, 128, 192
-# Tokens of which tiles of both have two, and up to which fewer rows may be better.
-_MOST_TWO_TILES, _MOST_SHORT = 288, 1024
+# Tokens of which tiles of both have two, up to which fewer rows may be better, and are where both
+# leave as many empty.
+_MOST_TWO_TILES, _MOST_SHORT, _MOST_ALIKE_ROWS = 288, 1024, 320
+# Full prompts of one block of keys and more tokens are better drawn in turn; of 128 columns from so
+# many rounds on.
+_LONG_ONE, _MANY_DRAWN = 104, 8
 _RAGGED_ROUNDS = 2.4  # of tiles of sequences that differ, for larger ones to be better
 
 
@@ -105,12 +109,13 @@ _TILES = {
     (112, False): (TileCost(_ROWS, 128, 1.70, 2.6), TileCost(192, 96, 1.50, 2.8), 1.0),
     (112, True): (TileCost(_ROWS, 128, 1.85, 2.6), TileCost(192, 96, 1.45, 2.8), 1.0),
 }
+_SURELY_CAUSAL = 0.87  # of 112 columns
 
 
 def wider_rows(problem: Problem) -> int:
-    """Columns of the kernel with tiles of 192 rows that is better for a problem without softcap
-    that is not causal; 0: none. K and V are read less often, which counts where rows of heads
-    begin between the L2's sectors."""
+    """Columns of the kernel with tiles of 192 rows, which knows windows, that is better for a
+    problem without softcap; 0: none. K and V are read less often, which counts where rows of heads
+    begin between the L2's sectors. Causal ones of up to 96 columns have a kernel of their own."""
     head_dim, is_askew = problem.widest_head, problem.widest_head % 16 != 0
     prompt = prompt_of(problem, problem.q.shape[-2], *problem.window)
     width = next((width for width in (96, 112) if _NARROWEST < head_dim <= width), 0)
@@ -119,6 +124,10 @@ def wider_rows(problem: Problem) -> int:
     if width > 96 and prompt.seqlen_q <= _ROWS and not prompt.is_ragged:  # they are half empty
         return 0
     fewer, more, surely = _TILES[width, is_askew]
+    if problem.window[0] < 0 <= problem.window[1]:
+        if width <= 96 or prompt.seqlen_q <= 2 * _ROWS:
+            return 0
+        surely = _SURELY_CAUSAL
     num_sms = device_of(problem.q.device).num_sms
     if prompt.is_ragged and not (is_askew and rounds_of(prompt, _ROWS, num_sms) > _RAGGED_ROUNDS):
         return 0
@@ -142,8 +151,24 @@ _SHORT_CAUSAL = 1280  # tokens
 # all that run at a time.
 _FEW_ROWS, _FEW_ROWS_ALONE, _FEW_ROWS_LONGEST, _FEW_ROWS_ROUNDS = 64, 896, 640, 12
 # Of prompts side by side, the mean, up to which such tiles are better; of these as many as half of
-# the multiprocessors have. Blocks of keys up to which to sort takes longer than it saves.
-_SIDE_BY_SIDE, _LEAST_SIDE_BY_SIDE, _SHORT_BLOCKS = 176, 66, 3
+# the multiprocessors have. Where heads share keys a longer mean, if all have so many.
+_SIDE_BY_SIDE, _LEAST_SIDE_BY_SIDE = 176, 66
+_LONGER_SIDE_BY_SIDE, _MANY_SIDE_BY_SIDE = 300, 2000
+_SHORT_BLOCKS = 3  # of keys, up to which to sort takes longer than it saves
+# Of prompts of one length: tokens up to which such tiles, of 128 columns, may be better, causal and
+# not; of heads of up to 64 columns with a softcap, and of those that share keys; left bounds of
+# windows, and tokens up to which a wider one is narrow too.
+_FEW_ROWS_TILE = PackedTile(128, _FEW_ROWS, 64)
+_FEW_ROWS_MOST, _FEW_ROWS_FULL, _FEW_ROWS_SHARED = 768, 512, 128
+_FEW_ROWS_WINDOW, _FEW_ROWS_WIDER, _FEW_ROWS_SHORT = 96, 127, 384
+# With a softcap, by columns: tiles of 128 rows, and those; what these take of a block of keys in
+# many rounds, in which full and longer ones are better whole.
+_CAPPED_TILES = {
+    96: (TileCost(_ROWS, 128, 1.6, 2.1, 4.8, 0.9), TileCost(64, 64, 1.28, 2.6, 4.0, 0.6)),
+    128: (TileCost(_ROWS, 128, 1.62, 1.9, 5.5, 0.85), TileCost(64, 64, 1.12, 2.6, 4.3, 0.65)),
+}
+_CAPPED_MANY, _CAPPED_SURELY = 0.85, 0.98
+_CAPPED_ROUNDS, _MANY_FEW_ROUNDS = 4, 8
 
 
 def is_short_causal(sizes: Sizes) -> bool:
@@ -166,15 +191,65 @@ def is_side_by_side(problem: Problem, sizes: Sizes) -> bool:
     128 columns."""
     others = problem.block_table, problem.cache_seqlens
     tiles = sizes.batch_size * sizes.num_heads * max(1.0, sizes.seqlen_q / _FEW_ROWS)
+    are_many = tiles >= _MANY_SIDE_BY_SIDE and sizes.num_heads > sizes.num_kv_heads
     return (
         sizes.is_varlen
         and sizes.is_prompt
-        and sizes.mean <= _SIDE_BY_SIDE
+        and sizes.mean <= (_LONGER_SIDE_BY_SIDE if are_many else _SIDE_BY_SIDE)
         and (sizes.window_left, sizes.window_right) == (-1, 0)
         and not sizes.has_softcap
         and all(x is None for x in others)
         and tiles >= _LEAST_SIDE_BY_SIDE
     )
+
+
+def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
+    """Whether prompts of one length are surely better in turn in tiles of 64 rows, two blocks a
+    multiprocessor: those whose tiles have one each, narrow windows, short ones with a softcap."""
+    head_dim, seqlen_q, left = problem.widest_head, sizes.seqlen_q, sizes.window_left
+    group, is_full = sizes.num_heads // sizes.num_kv_heads, sizes.window_right != 0
+    is_narrow = head_dim <= _NARROWEST
+    if sizes.has_lengths or not sizes.is_prompt or head_dim > _FEW_ROWS_TILE.width:
+        return False
+    heads, tokens, tiles = _FEW_ROWS_TILE.pack(max(1, seqlen_q), group)
+    num_sms = device_of(problem.q.device).num_sms
+    rounds = tiles * sizes.batch_size * sizes.num_kv_heads / (_FEW_ROWS_TILE.places * num_sms)
+    are_many = rounds > _MANY_FEW_ROUNDS
+    if left >= 0 and not (is_full or sizes.has_softcap or is_narrow):
+        is_short = seqlen_q <= _FEW_ROWS_SHORT
+        if left <= (_FEW_ROWS_WIDER if is_short else _FEW_ROWS_WINDOW):
+            is_askew = head_dim % 16 != 0
+            return not (are_many and head_dim <= 96 and (is_short or is_askew))
+    is_apart = _FEW_ROWS_TILE.places * rounds <= 1
+    if is_apart:
+        is_few = seqlen_q <= (_FEW_ROWS_FULL if is_full or is_narrow else _FEW_ROWS_MOST)
+        if sizes.has_softcap:
+            return is_few and seqlen_q > _ROWS and left < 0
+        return is_few and not is_narrow and not is_short_causal(sizes)
+    prompt = prompt_of(problem, sizes.num_heads, *problem.window)
+    if left >= 0 or seqlen_q > _FEW_ROWS_MOST or prompt is None:
+        return False
+    are_half_empty = _ROWS < seqlen_q <= _MORE_ROWS  # two tiles of 128
+    if not sizes.has_softcap:
+        is_better = is_full and not is_narrow and group > 1 and are_half_empty
+        return is_better and rounds <= _CAPPED_ROUNDS
+    if is_narrow:
+        return heads > 1 and seqlen_q <= _FEW_ROWS_SHARED
+    if group == 1 and seqlen_q <= _ROWS:
+        return False
+    longest = 2 * _ROWS if head_dim <= 96 else _FEW_ROWS_SHORT
+    if are_many and (is_full or seqlen_q > longest):
+        return False
+    if rounds > _CAPPED_ROUNDS and seqlen_q > _MORE_ROWS and (is_full or seqlen_q <= 2 * _ROWS):
+        return False
+    more, few = _CAPPED_TILES[96 if head_dim <= 96 else 128]
+    unit_us = few.unit_us * (_CAPPED_MANY if rounds > _CAPPED_ROUNDS else 1.0)
+    few_us = prompt_us(
+        prompt._replace(heads=prompt.heads // heads),
+        few._replace(tokens=tokens, unit_us=unit_us),
+        _FEW_ROWS_TILE.places * num_sms,
+    )
+    return few_us < _CAPPED_SURELY * prompt_us(prompt, more, num_sms)
 
 
 def short_blocks(sizes: Sizes, tile: PackedTile) -> int:
@@ -201,28 +276,32 @@ def short_causal_us(
 
 
 def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
-    """Whether prompts of one length are surely better in turn, in tiles of 128 rows, as those of
-    forward_sm90 are of 192: many of 96 columns or fewer and heads alone; windows of 64 columns that
-    are dealt in one round. Of prompts side by side: in tiles of 64 rows."""
-    if tile.block_m == _FEW_ROWS and is_side_by_side(problem, sizes):
-        return True
+    """Whether prompts of one length are surely better in turn, in tiles of 128 rows: many of heads
+    alone, where forward_sm90's are of 192; windows of 64 columns that are dealt in one round. In
+    tiles of 64 rows those side by side, too."""
+    if tile.block_m == _FEW_ROWS:
+        return is_side_by_side(problem, sizes) or wants_few_rows(problem, sizes)
     if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
         return False
     seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
     rounds = tiles * sizes.batch_size * sizes.num_heads / device_of(problem.q.device).num_sms
     if sizes.window_left >= 0:
         return tile.width == 64 and problem.softcap == 0 and rounds <= 1
-    if sizes.num_heads != sizes.num_kv_heads or tile.width > 96:
-        return False
     is_half_empty = _MORE_ROWS < seqlen_q <= 2 * _ROWS
-    if tile.width == 64:  # those of 192 rows are
-        is_full = problem.softcap == 0 and sizes.window_right < 0
-        return is_full and (rounds > 4 if seqlen_q <= _ROWS else is_half_empty and rounds > 2)
+    is_full, is_one = problem.softcap == 0 and sizes.window_right < 0, seqlen_q <= _ROWS
+    if sizes.num_heads != sizes.num_kv_heads or tile.width > 128:
+        return False
+    if tile.width == 128:  # they are drawn
+        return is_full and _LONG_ONE < seqlen_q <= _ROWS and rounds >= _MANY_DRAWN
+    if tile.width == 64:  # those of 192 rows are half empty
+        return is_full and (rounds > 4 if is_one else is_half_empty and rounds > 2)
     if sizes.window_right < 0:  # rows of heads that begin between the L2's sectors
         is_askew = problem.widest_head % 16 != 0
-        return is_askew and (rounds >= 5 if seqlen_q <= _ROWS else is_half_empty and rounds >= 2.5)
+        return is_askew and (rounds >= 3.5 if is_one else is_half_empty and rounds >= 2.5)
+    if is_one:
+        return rounds >= 3
     fewer, more = (-(-seqlen_q // rows) * rows for rows in (_ROWS, _MORE_ROWS))  # with empty ones
-    is_fuller = more > fewer or (more == fewer and seqlen_q <= 2 * _MORE_ROWS)
+    is_fuller = more > fewer or (more == fewer and seqlen_q <= _MOST_ALIKE_ROWS)
     is_short = _MORE_ROWS < seqlen_q <= 2 * _ROWS or _MOST_TWO_TILES < seqlen_q <= _MOST_SHORT
     return is_short and is_fuller and rounds >= 3
 
@@ -241,11 +320,10 @@ _MANY_TILES = 8 * 132
 _MOST_ALIKE, _ALIKE_BYTES = 16, 40 << 20
 _WIDE_HEADS, _MORE_L2_BYTES, _SHORT_WIDE, _SOME_TILES, _FEW_TILES = 320, 22 << 20, 1024, 250, 66
 
-_DEALT_WIDE = 1.5  # rounds of tiles of wide heads that are dealt
-
 # In turn: tiles that see up to so many keys are better pair by pair in more rounds than that or
 # with a softcap, of wide heads in fewer.
 _FEW_KEYS, _MANY_ROUNDS, _FEW_ROUNDS, _NARROW = 384, 9, 3.5, 128
+_DRAWN_ROUNDS = 3  # of tiles of 64 rows that see about as many keys
 
 
 def heads_a_group(problem: Problem, seqlen_k: int) -> int:
@@ -288,26 +366,28 @@ def heads_a_group(problem: Problem, seqlen_k: int) -> int:
     return max(1, -(-num_pairs // num_groups)) * group
 
 
-def is_dealt(problem: Problem, num_tiles: int, block_m: int) -> bool:
-    """Whether each block's tiles are known from the start: those of no more than two rounds that
-    see ever fewer keys. Who asks for the second one early may have the longest first."""
-    left, right = problem.window
-    is_ordered = left < 0 <= right and not problem.has_lengths and problem.seqlens[0] > block_m
-    rounds = num_tiles / device_of(problem.q.device).num_sms
-    return is_ordered and 1 < rounds <= (2 if problem.widest_head <= _ROWS else _DEALT_WIDE)
-
-
-def pairs_together(problem: Problem, sizes: Sizes, keys: int, rounds: float, width: int) -> int:
+def pairs_together(
+    problem: Problem, sizes: Sizes, keys: int, rounds: float, tile: PackedTile
+) -> int:  # fmt: skip
     """How many (sequence, kv head) pairs run in turn through their tiles together, the last ones of
     all of them first: where the first see the fewest keys. keys: of the blocks of the longest."""
+    group = sizes.num_heads // sizes.num_kv_heads
+    if tile.block_m == _FEW_ROWS and wants_few_rows(problem, sizes):
+        differ = sizes.window_left >= 0 or (sizes.window_right >= 0 and keys > 2 * _ROWS)
+        if rounds <= (1 if differ else _DRAWN_ROUNDS):
+            return 1
+        return max(1, heads_a_group(problem, sizes.seqlen_k) // group)
     is_one, is_open = keys <= _ROWS, sizes.window_left < 0
+    is_full = sizes.window_right < 0 and is_open and not sizes.has_softcap
+    is_long = is_full and is_one and sizes.seqlen_q > _LONG_ONE and 64 < tile.width <= _NARROW
+    if is_long and is_surely_in_turn(problem, tile, sizes):
+        return max(2, heads_a_group(problem, sizes.seqlen_k) // group)
     if problem.has_lengths or sizes.window_right < 0 or not (sizes.is_prompt and is_open):
         return 1
-    is_narrow = width <= _NARROW
+    is_narrow = tile.width <= _NARROW
     if is_one or rounds <= 1:
         return 1
     is_better = not sizes.has_softcap and rounds <= _MANY_ROUNDS
     if keys <= _FEW_KEYS and not (is_better if is_narrow else rounds >= _FEW_ROUNDS):
         return 1
-    group = sizes.num_heads // sizes.num_kv_heads
     return max(1, heads_a_group(problem, sizes.seqlen_k) // group)

@@ -66,7 +66,8 @@ def force_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     there = {(body.mask, body.head_dim) for body in kept}
     if rows == FEW_ROWS:  # heads that are narrower have these too, and here prompts
         monkeypatch.setattr(COSTS, "is_chunk", lambda sizes: True)
-        there |= {("causal", width) for width in (64, 96)}
+        monkeypatch.setattr(TILES, "wants_few_rows", lambda problem, _: problem.widest_head <= 128)
+        there |= {(mask, width) for mask in ("causal", "window") for width in (64, 96)}
     kept += [body for body in others if (body.mask, body.head_dim) not in there]
     monkeypatch.setattr(SPLIT, "BODIES", kept)
 

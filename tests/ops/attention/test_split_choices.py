@@ -214,7 +214,7 @@ PROMPTS = [
     Prompts("shares", 1, 2240, 0, (12, 12), 32, False),  # 54.7, 56.6 (43.2)
     Prompts("shares", 3, 8570, 0, (1, 1), 40, False),  # 193, 203 (117)
     Prompts("whole", 9, 807, 0, (3, 3), 32, False),  # 24.9, 27.9 (27.3)
-    Prompts("whole", 3, 301, 0, (2, 2), 80, False),  # 9.3, 10.5 (11.2)
+    Prompts("tiles", 3, 301, 0, (2, 2), 80, False),  # 9.6, 8.2 of 64 rows
     Prompts("whole", 38, 482, 0, (2, 2), 80, False),  # 24.7, 27.8
     Prompts("whole", 5, 715, 0, (2, 2), 104, False),  # 15.3, 16.7 (18.0)
     Prompts("whole", 3, 605, 0, (3, 3), 32, False),  # 11.9, 11.7 (13.8)

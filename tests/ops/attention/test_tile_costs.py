@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, run
+from attention_devices import taken
+from emulated_attention import hopper_attention
+from ways import Way
 
+from kernel_hub.ops.attention.packed_tile import PackedTile
 from kernel_hub.ops.attention.problem import Problem, sizes_of
 from kernel_hub.ops.attention.tile_costs import Prompt, TileCost, prompt_us
 from kernel_hub.ops.core.device import PlannedGpu, has_wgmma, pretend
@@ -56,6 +61,12 @@ def test_who_has_tiles_of_more_rows() -> None:
         (3, 1237, 2, 80),  # 19, 22
     ):
         assert body(*fewer) == "96 window"
+    for causal in (
+        (53, 733, 16, 104, -1, 0),  # 343, 293
+        (1, 8249, 8, 104, -1, 0),  # 223, 195
+    ):
+        assert body(*causal) == "112 window_rows192"
+    assert body(64, 251, 8, 104, -1, 0) == "128 causal"  # 50.7, 68
     assert body(755, 81, 2, 104) == "128 full"  # 44.6, 57.4 in those of 112 columns
     long = 2, 4614, 16, 88, 2047, 2047
     assert body(*long, softcap=20.0) == body(*long, batch_invariant=True) == "96 window"
@@ -111,10 +122,12 @@ def prompts(batch_size: int, seqlen: int, heads: tuple[int, int], head_dim: int 
     return Problem(q, k, k, batch_size, seqlen, seqlen, 0.1, -1, 0)
 
 
-def together(problem: Problem, keys: int, rounds: float, width: int = 128) -> int:
+def together(
+    problem: Problem, keys: int, rounds: float, width: int = 128, rows: int = 128
+) -> int:  # fmt: skip
     with pretend(PlannedGpu((9, 0), 132)):
-        sizes = sizes_of(problem)[0]
-        return int(COSTS.pairs_together(problem, sizes, keys, rounds, width))
+        sizes, tile = sizes_of(problem)[0], PackedTile(width, rows, 128)
+        return int(COSTS.pairs_together(problem, sizes, keys, rounds, tile))
 
 
 def test_which_pairs_run_together_in_turn() -> None:
@@ -148,13 +161,72 @@ def test_sequences_that_are_alike_run_together() -> None:
     assert COSTS.heads_a_group(chunks, 26_274) == 4
 
 
+FEW = [
+    Case(num_heads=4, num_kv_heads=2, head_dim=72, lengths_q=(150,) * 2, softcap=20.0),
+    Case(num_heads=8, num_kv_heads=1, head_dim=128, lengths_q=(170,) * 2, softcap=5.0, causal=True),
+    Case(num_heads=3, num_kv_heads=3, head_dim=104, lengths_q=(200,) * 3),
+    Case(num_heads=2, num_kv_heads=2, head_dim=80, lengths_q=(333,), causal=True, dtype="fp16"),
+    Case(num_heads=4, num_kv_heads=4, head_dim=96, lengths_q=(190,) * 5, window_size=(64, 0)),
+    Case(num_heads=2, num_kv_heads=1, head_dim=128, lengths_q=(300,), window_size=(100, 100)),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_tiles_of_few_rows(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Of prompts of one length, two blocks a multiprocessor."""
+    found = taken(monkeypatch, SPLIT, lambda planned, *_: planned.function.name)
+    case = dataclasses.replace(case, lengths_k=case.lengths_q, twice=True)
+    with contextlib.nullcontext() if hopper_way.is_gpu else hopper_attention(monkeypatch, 61):
+        run(case, hopper_way.device)
+    assert found and all("rows64" in name for name in found)
+
+
+def wants_few(*of: Any, left: int = -1, right: int = 0, softcap: float = 0.0) -> bool:
+    problem = prompts(*of)._replace(window_left=left, window_right=right, softcap=softcap)
+    with pretend(PlannedGpu((9, 0), 132)):
+        return bool(COSTS.wants_few_rows(problem, sizes_of(problem)[0]))
+
+
+def test_who_has_tiles_of_few_rows() -> None:
+    """us on an H200: as it was, in tiles of 64 rows."""
+    assert wants_few(1, 199, (4, 4), 96)  # 8.2, 6.9
+    assert wants_few(5, 139, (8, 8), 104, right=-1)  # 10.5, 8.6
+    assert wants_few(46, 134, (5, 1), right=-1)  # 19.8, 16.3
+    assert not wants_few(5, 715, (2, 2), 104, right=-1)  # 14.6, 15.1
+    assert not wants_few(24, 192, (8, 8), 88, right=-1)  # 17.7, 23.2
+    assert wants_few(148, 161, (32, 8), left=64)  # 254, 181
+    assert wants_few(5, 285, (3, 1), left=64)  # 9.6, 8.4
+    assert not wants_few(9, 7035, (8, 2), left=127)  # 148, 158
+    assert not wants_few(151, 151, (16, 16), 96, left=64)  # 95, 111
+    assert wants_few(42, 192, (2, 2), 88, right=-1, softcap=30.0)  # 18.0, 13.2
+    assert wants_few(64, 148, (20, 4), softcap=15.0)  # 75, 62
+    assert wants_few(64, 76, (16, 2), 64, softcap=50.0)  # 30.0, 21.7
+    assert not wants_few(64, 86, (71, 1), 64, softcap=50.0)  # 111, 126
+    assert not wants_few(89, 99, (8, 8), 88, right=-1, softcap=15.0)  # 28.9, 34.3
+    assert not wants_few(121, 320, (8, 8), 104, right=-1, softcap=50.0)  # 167, 203
+
+
+def test_who_sees_little() -> None:
+    """us on an H200: Hopper's kernels, the portable ones."""
+    for few, (batch_size, seqlen, heads, head_dim), left, right in (
+        (True, (2, 2561, 2, 192), 64, 0),  # 14.6, 11.7
+        (True, (1, 1028, 16, 192), 64, 64),  # 22.2, 18.0
+        (False, (6, 301, 4, 160), 127, 127),  # 13.1, 18.6
+        (False, (64, 833, 8, 192), 127, 0),  # 228, 295
+    ):
+        problem = prompts(batch_size, seqlen, (heads, heads), head_dim)
+        with pretend(PlannedGpu((9, 0), 132)):
+            found = SM90.is_short(problem._replace(window_left=left, window_right=right))
+        assert found == few
+
+
 def test_two_rounds_are_dealt() -> None:
     """us on an H200, as they are drawn and dealt."""
 
     def is_dealt(batch_size: int, seqlen: int, heads: int, **options: Any) -> bool:
         problem = prompts(batch_size, seqlen, (heads, heads))._replace(**options)
         with pretend(PlannedGpu((9, 0), 132)):
-            return bool(COSTS.is_dealt(problem, -(-seqlen // 128) * batch_size * heads, 128))
+            return bool(SM90.is_dealt(problem, -(-seqlen // 128) * batch_size * heads, 128))
 
     assert is_dealt(7, 629, 5)  # 16.6, 14.3
     assert not is_dealt(7, 629, 5, window_left=300)
@@ -163,7 +235,7 @@ def test_two_rounds_are_dealt() -> None:
     assert not is_dealt(3, 629, 5) and not is_dealt(14, 629, 5)
     narrow = prompts(100, 150, (2, 2), 96)  # a tile of 192 rows each
     with pretend(PlannedGpu((9, 0), 132)):
-        assert COSTS.is_dealt(narrow, 200, 128) and not COSTS.is_dealt(narrow, 200, 192)
+        assert SM90.is_dealt(narrow, 200, 128) and not SM90.is_dealt(narrow, 200, 192)
 
 
 @pytest.mark.gpu
