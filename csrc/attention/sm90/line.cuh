@@ -21,6 +21,7 @@
 #pragma once
 
 #include "attention/sm90/plan.cuh"
+#include "attention/sm90/ranks.cuh"
 #include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::sm90 {
@@ -206,22 +207,6 @@ __device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int
     return found <= more ? share + found * step : 1;
 }
 
-// How many sequences have longer parts, of so many blocks of keys, or as long ones and come before.
-// As above.
-__device__ __forceinline__ int find_rank(const Parameters& p, Line& line, int blocks) {
-    const int own = threadIdx.x;
-    if (own < Line::kMost) {
-        line.begin[own] = own < p.batch_size ? blocks : -1;
-    }
-    __syncthreads();
-    int rank = 0;
-    if (own < p.batch_size) {
-        rank = rank_among(line.begin, p.batch_size, own, blocks);
-    }
-    __syncthreads();
-    return rank;
-}
-
 // Finds where each sequence begins, or where lengths are not on the device the units of the first.
 // Every thread of the block; who reads it needs a barrier. The first block writes it down for the
 // merge.
@@ -240,7 +225,8 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
         if (longest > 1) {
             longest = C::kHasParts ? min(longest, share) : longest;
             const int parts = C::kHasParts ? max(1, parts_of(blocks, longest)) : 1;
-            rank = find_rank(p, line, (blocks + parts - 1) / parts);
+            rank = find_rank(p, line, (blocks + parts - 1) / parts,
+                             tiles * blocks * p.batch_size == line.sums[Line::kTried]);
         } else if (C::kHasParts) {
             const bool is_coarse = -longest >= Line::kTried;
             const int most = -longest % Line::kTried;

@@ -13,7 +13,8 @@ from ..core.kv_cache import batch_and_seqlen
 from ..core.launch import Launch
 from .append_checks import AppendGiven
 
-_MAX_THREADS = 256
+_MAX_THREADS = 256  # of a block
+_SCALED_THREADS, _SCALED_TOKENS = 96, 768  # the same of more tokens, into int8 or of found scales
 
 
 def _choose(width: int, num_heads: int, num_kv_heads: int, tokens: int) -> tuple[int, int, int]:
@@ -185,7 +186,7 @@ def _scaled_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, 
     width, aligned = _parts_of(given, is_aligned, strides)
     num_heads, num_kv_heads, num_tokens = heads
     units, step = num_heads + 2 * num_kv_heads, 32 // width
-    room = _MAX_THREADS // width
+    room = (_SCALED_THREADS if num_tokens > _SCALED_TOKENS else _MAX_THREADS) // width
     rounds = -(-units // room)
     block_heads = -(-units // rounds)
     block_heads += -block_heads % step

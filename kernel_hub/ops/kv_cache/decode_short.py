@@ -69,6 +69,9 @@ _FAST_PARTS_TOKENS = 512  # of few items of many columns
 _FAST_EIGHT, _FAST_EIGHT_TOKENS, _FAST_TWO_TOKENS = {64: 20, 128: 12}, (512, 2048), (1472, 3072)
 # Long items that are nearly as many as multiprocessors, and not known to differ by more than so.
 _FAST_ROUND, _FAST_ROUND_LONGEST, _FAST_ALIKE = (0.64, 1.06), 2048, 2.2
+# Long items that are more than clusters of eight find places, and fewer than two of a block fill:
+# parts, of caches that may be full and so many bytes.
+_FAST_PARTS, _FAST_PARTS_BYTES = 0.5, 50e6
 
 
 def can_take(given: DecodeGiven) -> bool:
@@ -141,6 +144,14 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
         shape = 8, 2
     if choice:
         return shape
+    is_full = is_alike and fills_pool(given)
+    if is_fast and is_narrow and is_full and _FEW_LONGEST < room <= _LONGEST:
+        least = _PLACES[_MOST_BLOCKS] * _TIMES[width_of(given), _ROWS][3]
+        if (
+            least * num_sms < items <= _FAST_PARTS * num_sms
+            and costs.key_bytes(every[0]) > _FAST_PARTS_BYTES
+        ):
+            return 0, 0
     is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
     longest = _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST
     num_bytes, apart_us = costs.key_bytes(every[0]), _APART_US
@@ -174,6 +185,12 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     if is_slower and (is_long or sm90.applies(given, parts_of(given))):
         return 0, 0
     return shape
+
+
+def fills_pool(given: DecodeGiven) -> bool:
+    """Whether there are no more pages than tables have: an engine has, of lengths that differ."""
+    table = given.block_table
+    return table is None or given.k_cache.shape[0] <= table.numel()
 
 
 def parts_of(given: DecodeGiven) -> Variant:

@@ -150,6 +150,14 @@ def test_which_where_memory_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(13, 1, 5287, (40, 10)) == of(64, 1, 7285, (4, 2)) == (8, 2)
     assert of(128, 1, 7328, (4, 4), 96, mean=2000) != (8, 2)
     assert of(126, 1, 320, (32, 32)) == (4, 1) and of(64, 1, 4096, (32, 8)) != (0, 0)
+    # More long items than clusters of eight find places: parts, of caches that may be full.
+    assert of(46, 1, 6272, (4, 1)) == of(15, 1, 6400, (12, 4)) == of(64, 1, 6272, (4, 1), 64)
+    assert (
+        of(64, 1, 6272, (4, 1))
+        == (0, 0)
+        not in (of(45, 1, 6272, (4, 1)), of(50, 1, 6272, (4, 1), 64))
+    )
+    assert (0, 0) not in (of(64, 1, 5296, (4, 1), mean=1700), of(8, 1, 5808, (32, 8), mean=28_000))
     # Tiles of few bytes take less than they are said to; parts have no short items of d 192.
     assert of(7, 13, 959, (24, 1)) == (0, 0) != shape_of(7, 13, 959, (24, 1))
     assert of(5, 10, 257, (16, 16), 192) == (4, 1) and of(5, 10, 857, (16, 16), 192) == (0, 0)
