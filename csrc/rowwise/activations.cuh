@@ -18,11 +18,11 @@ __device__ __forceinline__ float times_logistic(float value, float logit) {
 }
 
 // By the error function or by tanh, of some at once: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)). Of 16
-// bits both are x / (1 + 2^(x p)), p a polynomial of x^2.
+// bits both are x / (1 + 2^(x p)), p a polynomial of x^2. Results are multiples of `unit`.
 // NOTE: one question for all of them. Coefficients chosen for each would be in registers, where the
 // second load of a row waits for a place, and tanh would take as long as erf.
 template <typename T, int kWidth>
-__device__ __forceinline__ void gelu(const float (&x)[kWidth], bool is_tanh,
+__device__ __forceinline__ void gelu(const float (&x)[kWidth], bool is_tanh, float unit,
                                      float (&found)[kWidth]) {
     if constexpr (sizeof(T) == 2) {
         float p[kWidth];
@@ -45,16 +45,16 @@ __device__ __forceinline__ void gelu(const float (&x)[kWidth], bool is_tanh,
         }
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-            found[j] = x[j] * reciprocal_approx(1.0f + exp2_approx(x[j] * p[j]));
+            found[j] = x[j] * reciprocal_approx(unit + unit * exp2_approx(x[j] * p[j]));
         }
     } else {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
             if (is_tanh) {
                 const float slope = 0.0713548162726f * (x[j] * x[j]) + 1.59576912161f;
-                found[j] = times_logistic<T>(x[j], x[j] * slope);
+                found[j] = times_logistic<T>(x[j], x[j] * slope) / unit;
             } else {
-                found[j] = 0.5f * x[j] * (1.0f + erff(0.70710678f * x[j]));
+                found[j] = 0.5f * x[j] * (1.0f + erff(0.70710678f * x[j])) / unit;
             }
         }
     }

@@ -33,7 +33,7 @@ __device__ __forceinline__ void part_pairs(uint4& first, uint4& second) {
 template <typename T, typename Gate>
 struct GatedRow {
     using Elem = T;
-    static constexpr bool kIsCheap = false;
+    static constexpr bool kGrows = Gate::kParts == 1, kOfMagnitudes = false;
     template <int kWidth>
     struct Bits {
         typename Access<T, kWidth>::Bits first, second;
@@ -77,6 +77,24 @@ struct GatedRow {
         }
         gate(gates, ups, found);
     }
+
+    static constexpr __device__ float trough() { return Gate::kTrough; }
+    __device__ __forceinline__ uint4 number_bits(Bits<kVecElems<T>> bits) const {
+        return bits.first;
+    }
+    __device__ __forceinline__ float value_of(float number) const {
+        const float numbers[1] = {number};
+        float found[1];
+        gate(numbers, numbers, found);
+        return found[0];
+    }
+    template <int kWidth>
+    __device__ __forceinline__ void quotients(Bits<kWidth> bits, RowScale scale,
+                                              float (&found)[kWidth]) const {
+        float numbers[kWidth];
+        Access<T, kWidth>::unpack(bits.first, numbers);
+        gate.quotients(numbers, scale, found);
+    }
 };
 
 // A Gate of one result at a time: Of has `of(gate, up)`.
@@ -90,6 +108,12 @@ struct EachGate : Of {
         for (int j = 0; j < kWidth; ++j) {
             found[j] = this->of(gates[j], ups[j]);
         }
+    }
+    template <int kWidth>
+    __device__ __forceinline__ void quotients(const float (&x)[kWidth], RowScale scale,
+                                              float (&found)[kWidth]) const {
+        (*this)(x, x, found);
+        times(found, scale.factor);
     }
 };
 
@@ -220,12 +244,11 @@ struct GatedE4m3 {
     EXPORT_GATED(NAME##_vec, T, GATE, true)                                              \
     EXPORT_GATED(NAME##_scalar, T, GATE, false)
 
-// 64 registers a thread: any blockDim up to 1,024.
-#define EXPORT_GATED_E4M3(NAME, T, GATE, BODY)                                                    \
+#define EXPORT_GATED_E4M3_UP_TO(THREADS, NAME, T, GATE, BODY)                                     \
     DESCRIBED(                                                                                    \
         NAME, "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row", \
         (.shared_bytes = 0),                                                                      \
-        extern "C" __global__ void __launch_bounds__(1024) NAME(                                  \
+        extern "C" __global__ void __launch_bounds__(THREADS) NAME(                               \
             __nv_fp8_e4m3* out, float* out_scale, const T* x, int64_t out_stride,                 \
             int64_t out_outer_stride, int64_t scale_stride, int64_t scale_outer_stride,           \
             int64_t x_stride, int64_t x_outer_stride, int num_rows, int size GATE_NUMBERS) {      \
@@ -235,12 +258,22 @@ struct GatedE4m3 {
             BODY(gated.source, gated.row);                                                        \
         })
 
+// 64 registers a thread: any blockDim up to 1,024.
+#define EXPORT_GATED_E4M3(...) EXPORT_GATED_E4M3_UP_TO(1024, __VA_ARGS__)
+
 #define EXPORT_GATED_E4M3_VARIANTS(NAME, T, GATE)                          \
     EXPORT_GATED_E4M3(NAME##_vec1, T, GATE, quantise_vecs<1>)              \
     EXPORT_GATED_E4M3(NAME##_vec2, T, GATE, quantise_vecs<2>)              \
     EXPORT_GATED_E4M3(NAME##_vec4, T, GATE, quantise_vecs<4>)              \
     EXPORT_GATED_E4M3(NAME##_loop, T, GATE, quantise_passes<kVecElems<T>>) \
     EXPORT_GATED_E4M3(NAME##_scalar, T, GATE, quantise_elements)
+
+// Of wide rows of 16 bits eight vectors a thread. THREADS: of a block at most, 1,024 in 64
+// registers.
+#define EXPORT_GATED_WIDE(THREADS, OP, GATE)                                                      \
+    EXPORT_GATED_E4M3_UP_TO(THREADS, OP##_fp16_e4m3_vec8, __half, GATE<__half>, quantise_vecs<8>) \
+    EXPORT_GATED_E4M3_UP_TO(THREADS, OP##_bf16_e4m3_vec8, __nv_bfloat16, GATE<__nv_bfloat16>,     \
+                            quantise_vecs<8>)
 
 // The kernels of an op, of T and of e4m3: {op}_{dtype}[_e4m3]_{variant}.
 #define EXPORT_GATED_OF(NAME, T, GATE)   \

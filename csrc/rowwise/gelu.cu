@@ -24,15 +24,22 @@ template <typename T>
 struct Gelu {
     static constexpr int kParts = 1;
     static constexpr bool kHasPairs = false;
+    static constexpr float kTrough = 0.171f;
     int is_tanh;
 
     template <int kWidth>
     __device__ __forceinline__ void operator()(const float (&x)[kWidth], const float (&)[kWidth],
                                                float (&found)[kWidth]) const {
-        gelu<T>(x, is_tanh, found);
+        gelu<T>(x, is_tanh, 1.0f, found);
+    }
+    template <int kWidth>
+    __device__ __forceinline__ void quotients(const float (&x)[kWidth], RowScale scale,
+                                              float (&found)[kWidth]) const {
+        gelu<T>(x, is_tanh, scale.largest * (1.0f / kLargest<__nv_fp8_e4m3>), found);
     }
 };
 
 EXPORT_GATED_OP(gelu, Gelu)
+EXPORT_GATED_WIDE(1024, gelu, Gelu)
 
 }  // namespace kernel_hub::rowwise

@@ -8,7 +8,7 @@
 // Parallelisation and the variants flat, vec and scalar: those of silu_and_mul.cu. Into e4m3:
 // blockDim.x threads a row, blockDim.y rows a block along gridDim.x, an outer dimension along
 // gridDim.y.
-//   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread
+//   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread; vec8 of 16 bits
 //   loop             rows of any length, read twice; everything 16-byte aligned
 //   scalar           any size, any alignment: the same, one element an access
 // Shared memory: one float a warp, for the largest of a row.
@@ -37,7 +37,7 @@ struct GeluGate {
     __device__ __forceinline__ void operator()(const float (&gate)[kWidth],
                                                const float (&up)[kWidth],
                                                float (&found)[kWidth]) const {
-        gelu<T>(gate, is_tanh, found);
+        gelu<T>(gate, is_tanh, 1.0f, found);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
             found[j] *= up[j];
@@ -46,5 +46,6 @@ struct GeluGate {
 };
 
 EXPORT_GATED_OP(gelu_and_mul, GeluGate)
+EXPORT_GATED_WIDE(512, gelu_and_mul, GeluGate)
 
 }  // namespace kernel_hub::rowwise

@@ -5,7 +5,7 @@
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/reduce.cuh"
-#include "rowwise/norm_elements.cuh"
+#include "rowwise/norm_weighted.cuh"
 #include "rowwise/row_sums.cuh"
 #include "rowwise/row_vecs.cuh"
 
@@ -79,10 +79,9 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, T>& p, RowVecs<T
 
 // Quantised: results stay in registers until their largest is known, where the row was.
 template <typename T, int kVecs>
-__device__ __forceinline__ void finish_vecs(const NormParams<T, EightBits>& p,
-                                            RowVecs<T, kVecs>& row, const FirstFactors<T>& first,
-                                            RowShape shape, int num_vecs,
-                                            float (&slots)[kMaxWarps]) {
+__device__ __forceinline__ void finish_vecs(NormParams<T, EightBits> p, RowVecs<T, kVecs>& row,
+                                            const FirstFactors<T>& first, RowShape shape,
+                                            int num_vecs, float (&slots)[kMaxWarps]) {
     constexpr int kWidth = kVecElems<T>;
     float largest = 0.0f;
     float normed[kVecs][kWidth];
@@ -97,6 +96,7 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, EightBits>& p,
     // Rows of four vectors a thread are whole warps.
     largest = kVecs == 4 ? whole_row_max(largest, slots) : row_max(largest, slots);
     const float factor = scale_row(p, largest, num_vecs > 0);
+    keep_address(p.out);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         const int vec_idx = threadIdx.x + i * blockDim.x;
@@ -120,6 +120,9 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     follow_launch_before();
 
     // Issue every load before the first use; add and write the residual stream.
+    if constexpr (kVecs == 4) {
+        keep_address(p.x);
+    }
     RowVecs<T, kVecs> row;
     row.load(p.x, num_vecs);
     FirstFactors<T> first;
@@ -147,6 +150,13 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
         row.store(p.residual_out, num_vecs);
     }
 
+    if constexpr (!std::is_same_v<T, Out> && !kCentred && kVecs >= kLeastVecs) {
+        __shared__ SquaresAndLargest both[kMaxWarps];
+        if (is_weighted_alone(p)) {
+            quantise_weighted(p, row, first, num_vecs, both);
+            return;
+        }
+    }
     RowShape shape{};
     float sum;  // of squares, of distances from the mean
     if constexpr (kCentred && kVecs == 4 && sizeof(T) == 2) {

@@ -47,14 +47,6 @@ struct RowShape {
     float offset;         // of the weight, times inverse
 };
 
-// Rounded as a division is unless numbers are subnormal or overflow, without the code for those.
-__device__ __forceinline__ float mean_of(float sum, float size) {
-    const float guess = __fdividef(1.0f, size);
-    const float inverse = fmaf(guess, fmaf(-size, guess, 1.0f), guess);
-    const float mean = sum * inverse;
-    return fmaf(inverse, fmaf(-size, mean, sum), mean);
-}
-
 __device__ __forceinline__ float normed_value(RowShape shape, float s, float weight, float bias) {
     return (s - shape.mean) * (weight * shape.inverse + shape.offset) + bias;
 }

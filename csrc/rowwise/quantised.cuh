@@ -59,28 +59,34 @@ __device__ __forceinline__ void write_row(Out* address, const float (&values)[kW
     }
 }
 
-// As row_max, of rows that are whole warps: without its questions.
-__device__ __forceinline__ float whole_row_max(float value, float (&slots)[kMaxWarps]) {
+// What the warps of a row have found, joined, as row_sum does it: `value` is the same in all lanes
+// of a warp, `none` is of no warp; join(value, width) takes it over groups of lanes.
+template <typename V, typename Join>
+__device__ __forceinline__ V join_warps(V value, V none, V (&slots)[kMaxWarps], const Join& join) {
     const int row_warps = blockDim.x / kWarpSize;
-    value = group_max(value, kWarpSize);
-    if (row_warps <= 1) {
-        return value;
-    }
     const int lane_idx = threadIdx.x % kWarpSize, first_slot = threadIdx.y * row_warps;
     if (lane_idx == 0) {
         slots[first_slot + threadIdx.x / kWarpSize] = value;
     }
     __syncthreads();
     const int width = row_warps <= 8 ? 8 : kWarpSize, slot = lane_idx % width;
-    return group_max(slot < row_warps ? slots[first_slot + slot] : value, width);
+    return join(slot < row_warps ? slots[first_slot + slot] : none, width);
 }
+
+// As row_max, of rows that are whole warps: without its questions.
+__device__ __forceinline__ float whole_row_max(float value, float (&slots)[kMaxWarps]) {
+    value = group_max(value, kWarpSize);
+    return blockDim.x <= kWarpSize ? value : join_warps(value, value, slots, group_max);
+}
+
+// A row of zeros has a scale too.
+constexpr float kLeastLargest = 1e-12f;
 
 // A row's scale from its largest magnitude, which it writes; what values are multiplied by so that
 // it becomes `most`.
 __device__ __forceinline__ float scale_row(float most, float* out_scale, float largest,
                                            bool is_there) {
-    // A row of zeros has a scale too, and that of one with nan says so.
-    largest = max_nan(largest, 1e-12f);
+    largest = max_nan(largest, kLeastLargest);
     if (threadIdx.x == 0 && is_there) {
         *out_scale = largest / most;
     }

@@ -3,7 +3,8 @@
 //   scale = max |x| / 448 of what shares one,  out = round(x / scale),  in fp32
 //
 // Variants by what shares a scale, each in 16-byte vectors or (scalar) of any size and alignment:
-//   row_vec1 _vec2 _vec4 _loop _scalar   a row; blockDim.x threads a row, blockDim.y rows a block,
+//   row_vec1 _vec2 _vec4 _vec8 _loop _scalar   a row; blockDim.x threads a row, blockDim.y rows a
+//   block,
 //                    in registers (vecN: that many vectors a thread) or read twice; a small whole
 //                    tensor is one too
 //   block_vec _scalar   128 columns of a row: as many neighbouring lanes as hold them
@@ -340,5 +341,7 @@ __device__ __forceinline__ void quantise_given(E4m3Params<T> p, const float* sca
 EXPORT_QUANTIZE_VARIANTS(quantize_e4m3_fp16, __half)
 EXPORT_QUANTIZE_VARIANTS(quantize_e4m3_bf16, __nv_bfloat16)
 EXPORT_QUANTIZE_VARIANTS(quantize_e4m3_fp32, float)
+EXPORT_QUANTIZE_ROW(quantize_e4m3_fp16_row_vec8, __half, row_in_registers, 8)
+EXPORT_QUANTIZE_ROW(quantize_e4m3_bf16_row_vec8, __nv_bfloat16, row_in_registers, 8)
 
 }  // namespace kernel_hub::rowwise

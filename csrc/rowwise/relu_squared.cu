@@ -20,6 +20,7 @@ template <typename T>
 struct ReluSquared {
     static constexpr int kParts = 1;
     static constexpr bool kHasPairs = false;
+    static constexpr float kTrough = 0.0f;
     // NOTE: a comparison, not fmaxf, so that nan stays nan.
     __device__ __forceinline__ float of(float x, float) const {
         x = x < 0.0f ? 0.0f : x;
@@ -31,5 +32,6 @@ template <typename T>
 using Gate = EachGate<ReluSquared<T>>;
 
 EXPORT_GATED_OP(relu_squared, Gate)
+EXPORT_GATED_WIDE(1024, relu_squared, Gate)
 
 }  // namespace kernel_hub::rowwise

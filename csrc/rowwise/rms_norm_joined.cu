@@ -6,7 +6,8 @@
 //   or residual + that, where adds_after is set and s = x; in fp32, rounded once
 //   e4m3 and int8: out = round(that / out_scale), out_scale = max |that| of the row / 448 or 127
 //
-// Parallelisation, variants and shared memory: as layer_norm.cu, whose body it shares (norm.cuh).
+// Parallelisation, variants and shared memory: as layer_norm.cu, whose body it shares (norm.cuh);
+// quantised rows that nothing is added to meet once (norm_weighted.cuh).
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 // kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 

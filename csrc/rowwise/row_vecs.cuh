@@ -1,6 +1,8 @@
 // A row held in the registers of the threads that share it.
 #pragma once
 
+#include <type_traits>
+
 #include "kernel_hub/vec.cuh"
 
 namespace kernel_hub::rowwise {
@@ -9,6 +11,29 @@ namespace kernel_hub::rowwise {
 // vector, not 4.
 __device__ __forceinline__ void keep_packed(uint4& bits) {
     asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
+}
+
+// NOTE: without this each access makes its address anew of a row's number and strides. It stays
+// known for one of global memory.
+template <typename T>
+__device__ __forceinline__ void keep_address(T*& address) {
+#ifdef __CUDA_ARCH__
+    size_t global = __cvta_generic_to_global(address);
+    asm volatile("" : "+l"(global));
+    address = static_cast<T*>(__cvta_global_to_generic(global));
+#endif
+}
+
+// Of two words the larger numbers; nan where one is.
+template <typename T>
+__device__ __forceinline__ uint32_t max_of_pairs(uint32_t a, uint32_t b) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+        return __float_as_uint(max_nan(__uint_as_float(a), __uint_as_float(b)));
+    } else {
+        using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+        const Pair larger = __hmax2_nan(*reinterpret_cast<Pair*>(&a), *reinterpret_cast<Pair*>(&b));
+        return *reinterpret_cast<const uint32_t*>(&larger);
+    }
 }
 
 // One row's share of a thread: kVecs vectors, blockDim.x apart, zero beyond the row.

@@ -13,7 +13,7 @@
 //            vector has
 // Into e4m3 blockDim.x threads a row, blockDim.y rows a block along gridDim.x, the outer dimension
 // along gridDim.y; shared memory for one float a warp.
-//   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread
+//   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread; vec8 of 16 bits
 //   loop, scalar     rows of any length, read twice, in vectors or by the element
 // NOTE: two or four vectors a thread, and a grid as large as the card, were slower at every size
 // (docs/notes/silu_and_mul.md).
@@ -42,5 +42,6 @@ template <typename T>
 using Gate = EachGate<SiluGate<T>>;
 
 EXPORT_GATED_OP(silu_and_mul, Gate)
+EXPORT_GATED_WIDE(512, silu_and_mul, Gate)
 
 }  // namespace kernel_hub::rowwise

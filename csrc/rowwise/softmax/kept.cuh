@@ -1,6 +1,7 @@
 // Rows of 16 bits that are kept in shared memory, without a mask: three passes of few instructions.
 #pragma once
 
+#include "rowwise/row_vecs.cuh"
 #include "rowwise/softmax/params.cuh"
 
 namespace kernel_hub::rowwise::softmax {
@@ -34,14 +35,6 @@ __device__ __forceinline__ void keep_row(const T* x, int first_column, int step,
     }
     cp_async_commit();
     cp_async_wait<0>();
-}
-
-// Of two pairs the larger ones; nan where one is.
-template <typename T>
-__device__ __forceinline__ uint32_t max_of_pairs(uint32_t a, uint32_t b) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    const Pair larger = __hmax2_nan(*reinterpret_cast<Pair*>(&a), *reinterpret_cast<Pair*>(&b));
-    return *reinterpret_cast<const uint32_t*>(&larger);
 }
 
 // The largest exponent that powers are set off from: what was rounded of it is a power near 1.

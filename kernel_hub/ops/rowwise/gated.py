@@ -20,6 +20,9 @@ from .norm_shapes import choose, scalar_choice
 GELU_FORMS = {"none": False, "tanh": True}
 # Of a block where vectors are few, and else; of a multiprocessor. Elements of a short row.
 _FEW_THREADS, _THREADS, _THREADS_AN_SM, _SHORT = 128, 256, 2048, 256
+# Vectors of rows of which four a thread are enough; of all rows, so that wider ones want eight; of
+# rows that have a multiprocessor alone with four a thread; of which it holds two with eight.
+_WIDE, _MANY_VECS, _ALONE, _PAIRED = 512, 1_200_000, 2048, 2560
 _empty, _empty_like = torch.empty, torch.empty_like
 _is_quick = common.is_quick
 
@@ -40,15 +43,23 @@ def threads_of_whole(vecs: int, num_sms: int) -> int:
     return _FEW_THREADS if vecs <= _THREADS_AN_SM * num_sms else _THREADS
 
 
-def choose_of_rows(vecs: int, rows: int) -> tuple[str, int, int]:
+def choose_of_rows(vecs: int, rows: int, parts: int, has_wide: bool) -> tuple[str, int, int]:
     """(variant, threads a row, rows a block) for rows into e4m3, of `vecs` 16-byte vectors.
 
-    Measured on an H200 (docs/notes/gelu_and_mul.md): many rows want as few threads a block as hold
-    a row in four vectors each.
+    has_wide: there are kernels of eight vectors a thread. Measured on an H200
+    (docs/notes/gelu_and_mul.md): many rows want as few threads a block as hold a row in four
+    vectors each; in eight wide ones of one part, which stay as they were read, and of two parts
+    those of which a multiprocessor then has two blocks, not one.
     """
     if rows <= 256 or vecs <= 32 or vecs > 4 * 1024:
         return choose(vecs, rows, True)
     per_thread = 2 if vecs <= 64 else 4
+    if has_wide and (
+        _ALONE < vecs <= _PAIRED
+        if parts == 2
+        else vecs > _ALONE or (vecs > _WIDE and rows * vecs >= _MANY_VECS)
+    ):
+        per_thread = 8
     threads = 32 * -(-vecs // (32 * per_thread))
     return f"vec{per_thread}", threads, max(1, 64 // threads)
 
@@ -58,14 +69,17 @@ class Gated:
 
     op: its name to callers, of its cubin and of the registered ops; options: the schema of what
     follows x; numbers: what kernels take of them; parts: of a row of x, for a row of results, 2
-    where it is gated; formula: (x in fp32, *options) -> what is rounded, on the CPU.
+    where it is gated; has_wide: of 16 bits into e4m3 there are kernels of eight vectors a thread;
+    formula: (x in fp32, *options) -> what is rounded, on the CPU.
     """
 
     def __init__(
         self, op: str, options: str = "", *, formula: Callable[..., torch.Tensor],
         numbers: Callable[..., tuple[float, ...]] = lambda *options: (), parts: int = 2,
+        has_wide: bool = True,
     ) -> None:  # fmt: skip
         self.op, self.formula, self.numbers, self.parts = op, formula, numbers, parts
+        self.has_wide = has_wide
         # A bare tuple of a launch: unpacking it takes 40 ns less.
         self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
         self.plain_plans: Plans[Any] = Plans()
@@ -212,7 +226,11 @@ class Gated:
         numbers = (*strides, rows, size)
         if out_scale is not None:
             variant, threads, rows_a_block = (
-                scalar_choice(size) if is_scalar else choose_of_rows(size // elems, rows * outer)
+                scalar_choice(size)
+                if is_scalar
+                else choose_of_rows(
+                    size // elems, rows * outer, self.parts, self.has_wide and elems == 8
+                )
             )
             function = common.shipped(self.op, f"{name}_e4m3_{variant}")
             grid = (-(-rows // rows_a_block), outer, 1)

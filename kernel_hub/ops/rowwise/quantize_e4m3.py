@@ -177,7 +177,9 @@ def _plan(
     numbers = (*strides, rows, size, rows_a_thread)
     if scale is None and per == "row":
         variant, threads, rows_a_block = (
-            scalar_choice(size) if is_scalar else choose_of_rows(size // elems, rows * outer)
+            scalar_choice(size)
+            if is_scalar
+            else choose_of_rows(size // elems, rows * outer, 1, elems == 8)
         )
         grid = (-(-rows // rows_a_block), outer, 1)
         return (_launch(x, f"row_{variant}", grid, (threads, rows_a_block, 1), numbers),)

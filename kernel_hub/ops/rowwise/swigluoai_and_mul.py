@@ -56,4 +56,5 @@ _gated = Gated(
     "float alpha, float limit, bool interleaved",
     formula=_formula,
     numbers=lambda alpha, limit, interleaved: (alpha, limit, int(interleaved)),
+    has_wide=False,
 )

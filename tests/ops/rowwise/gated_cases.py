@@ -26,7 +26,7 @@ E4M3 = torch.float8_e4m3fn
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SIZES = [1, 7, 8, 127, 128, 129, 199, 256, 4096, 5120, 14336, 16384, 40000]
 # What is chosen for many rows: several vectors a thread, several rows a block.
-SHAPES = [(40, 1024), (160, 1024), (160, 8192), (1024, 1024), (4000, 1024)]
+SHAPES = [(40, 1024), (160, 1024), (160, 8192), (1024, 2048), (2368, 1024), (4000, 1024)]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def test_what_is_chosen_for_many_rows(
     way: Way, dtype: torch.dtype, vecs: int, rows: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose = gated.choose_of_rows
-    monkeypatch.setattr(gated, "choose_of_rows", lambda vecs, _: choose(vecs, rows))
+    monkeypatch.setattr(gated, "choose_of_rows", lambda vecs, _, *how: choose(vecs, rows, *how))
     size = 16 // dtype.itemsize * vecs * gate.parts
     x = way.randn(3, size + 64, dtype=dtype)[:, :size]
     gate.check_e4m3(gate(x, out_dtype=E4M3), x)

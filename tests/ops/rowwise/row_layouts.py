@@ -24,4 +24,4 @@ def rows_of_64(way: Way) -> list[torch.Tensor]:
 def say_rows(monkeypatch: pytest.MonkeyPatch, module: Any, rows: int) -> None:
     """What is chosen for the rows of a call is what is chosen for so many."""
     choose = module.choose_of_rows
-    monkeypatch.setattr(module, "choose_of_rows", lambda vecs, _: choose(vecs, rows))
+    monkeypatch.setattr(module, "choose_of_rows", lambda vecs, _, *how: choose(vecs, rows, *how))
