@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,26 @@ def test_hopper_variants(
         forget_all()
         for dtype in DTYPES if hopper_way.is_gpu else [DTYPES[i % 2]]:
             check_swiglu(hopper_way, m, columns, k, dtype=dtype)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_seven_units_by_lot(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Several tiles a cluster, units that are not there, rows of a that one block alone has."""
+    lot = random.Random(f"seven units {number}")
+    m, columns = lot.choice((1, 104, 105, 193, 208)), 8 * lot.randrange(25, 115)
+    k, dtype = 8 * lot.randrange(1, 42), lot.choice(DTYPES)
+    variant = next(each for each in paired_plan.HOPPER["swiglu_linear"] if each.is_seven)
+    choice = paired_plan.hopper_choice("swiglu_linear", variant, 2, m, 2 * columns)
+    monkeypatch.setattr(module, "choose", lambda *_: choice)
+    forget_all()
+    a = hopper_way.randn(m, k + 8, dtype=dtype)[:, :k]
+    b = hopper_way.randn(2 * columns, k, dtype=dtype, seed=1) * (2 / max(k, 4)) ** 0.5
+    out = Guarded((m, columns), dtype, hopper_way.device, row_stride=columns + lot.choice((3, 8)))
+    swiglu_linear(a, b, out=out.tensor, weights_ready=lot.choice((False, True)))
+    out.check()
+    check(out.tensor, reference(a, b), reference(a, b, dtype=dtype), name=f"{(m, columns, k)}")
+    check_gates(a, b, (lot.choice(GATES),))
+    forget_all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
