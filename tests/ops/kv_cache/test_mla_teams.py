@@ -31,6 +31,7 @@ def test_teams_by_lot(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, number: 
         lot.choice((torch.float16, torch.bfloat16)), num_heads=heads,
         seqlen_q=lot.choice((1, 2)) if heads < 64 else 1, page_size=lot.choice((0, 8, 64)),
         seed=number, softmax_scale=lot.choice((192**-0.5, 1.0, -0.1)),
+        room=lot.choice((0, 700)), is_strided=lot.random() < 0.5,
     )  # fmt: skip
     print(parts, step)
     monkeypatch.setattr(ways, "EMULATED_SMS", EMULATED_SMS)
@@ -45,6 +46,22 @@ def test_teams_by_lot(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, number: 
             with written_just_ahead(step.options["cache_seqlens"], old):
                 again = step.run()
     for found, expected in zip(again, first, strict=True):
+        same_bits(found, expected)
+    forget_all()
+
+
+@pytest.mark.parametrize("room, page_size", [(500, 0), (504, 24)])
+def test_lengths_that_lie(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, room: int, page_size: int
+) -> None:
+    """What is longer than its cache counts as one that is full, in every block of a cluster."""
+    step = LatentStep(hopper_way, [room] * 3, num_heads=64, page_size=page_size)
+    monkeypatch.setattr(ways, "EMULATED_SMS", EMULATED_SMS)
+    monkeypatch.setattr(mla_plan, "choose_team", lambda *_: 4)
+    forget_all()
+    full = step.check()
+    step.options["cache_seqlens"] += torch.tensor([0, 5, 2**30]).to(hopper_way.device).int()
+    for found, expected in zip(step.run(), full, strict=True):
         same_bits(found, expected)
     forget_all()
 
