@@ -323,7 +323,7 @@ def test_paired(op: str) -> None:
     weights += itertools.product(
         (96, 1536, 3584, 5120, 9216, 18944), (1024, 2048, 3584, 8192, 18944)
     )
-    rows += [190, 220, 440, 1700]
+    rows += [190, 200, 220, 440, 1700]
     for section in paired_plan.TABLES[op].shipped():
         keys = map(paired_plan.TABLES[op].layout.parse, section.choices)
         weights += [(int(key["n"]), int(key["k"])) for key in keys]
