@@ -31,6 +31,7 @@ LINEAR = (
 LINEAR_FP32 = (
     (1, 8, 64), (5, 8, 64), (5, 8, 256), (17, 8, 512), (5, 14336, 64), (37, 45, 72),
     (200, 512, 1024), (700, 1536, 1024), (1500, 5120, 1024), (100, 8192, 64), (700, 8192, 64),
+    (257, 8192, 512),
 )  # fmt: skip
 LINEAR_PORTABLE = ((5, 40, 72), (12, 40, 4104), (20, 101, 1032), (2000, 2000, 72))
 # What the choice of a variant turns on beyond the shapes above.
@@ -69,7 +70,7 @@ def _activated(op: Callable[..., Any], *forms: dict[str, Any]) -> Callable[[str]
     """Of every type and width, into its dtype and e4m3."""
 
     def run(device: str) -> None:
-        for dtype, hidden, rows in itertools.product(DTYPES, (*HIDDEN[1:], 80000), (1, 300)):
+        for dtype, hidden, rows in itertools.product(DTYPES, (*HIDDEN[1:], 20480, 80000), (1, 300)):
             hidden -= hidden % 2
             x = torch.randn(rows, hidden + 16, device=device, dtype=dtype)[:, :hidden]
             for options in forms:
@@ -104,7 +105,8 @@ def softmax(device: str) -> None:
 
 def quantize_e4m3(device: str) -> None:
     """Scales of each kind, found and given."""
-    shapes = [*itertools.product((1, 3, 300), (*HIDDEN, 80000)), (4100, 4096), (1100, 8192)]
+    shapes = [*itertools.product((1, 3, 300), (*HIDDEN, 80000))]
+    shapes += [(300, 20480), (4100, 4096), (1100, 8192)]
     for dtype, (rows, size) in itertools.product(DTYPES, shapes):
         x = torch.randn(rows, size + 8, device=device, dtype=dtype)
         for per in ("tensor", "row", "1x128", "128x128"):
