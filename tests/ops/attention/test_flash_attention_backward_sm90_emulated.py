@@ -110,7 +110,7 @@ def test_parts(
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 19)}], ids=str)
 @pytest.mark.parametrize(
     ("sums", "together", "parted"),
-    [(1, 1, (99, 1)), (1, 3, (0, 2)), (2, 4, (0, 6)), (-3, 2, (0, 2))], ids=str,
+    [(1, 1, (99, 1)), (1, 3, (0, 2)), (2, 4, (0, 6)), (-3, 2, (0, 2)), (-1, 2, (0, 3))], ids=str,
 )  # fmt: skip
 def test_turns(
     bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int, options: dict[str, Any],
@@ -126,5 +126,18 @@ def test_turns(
     plan = WORKS.Turns(sums, together, WORKS.Parting(*parted))
     monkeypatch.setattr(SM90, "turns", lambda *given, **more: plan)
     with hopper_attention(monkeypatch, 3):
+        run(case, "cpu")
+    assert bodies
+
+
+def test_turns_after_all(bodies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # 16 sequences of 9 tokens go without turns, by six blocks each; one of 129 cannot, and a
+    # group of five heads has no six parts whose sums have an order.
+    lengths = (0, 129) + 14 * (0,)
+    case = Case(
+        head_dim=160, num_heads=5, num_kv_heads=1, lengths_q=lengths, lengths_k=lengths,
+        layout="varlen", causal=True, backward=True, deterministic=True,
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 132):
         run(case, "cpu")
     assert bodies
