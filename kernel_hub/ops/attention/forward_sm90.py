@@ -210,6 +210,8 @@ def _sees_little(problem: Problem) -> bool:
     is_window = 0 <= left < _ROWS and 0 <= right < _ROWS and problem.softcap == 0
     if problem.has_lengths or not is_window or not _WIDE < head_dim <= _MORE_ROWS:
         return False
+    if problem.seqlens[0] < _FEW:  # a step's: heads that share keys share tiles elsewhere
+        return False
     tiles = -(-problem.seqlens[0] // _ROWS) * problem.batch_size * problem.q.shape[-2]
     rounds = tiles / device_of(problem.q.device).num_sms
     return (_SOME if right == 0 else 1) < rounds <= _HARDLY_MORE

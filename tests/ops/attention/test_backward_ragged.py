@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kernel_hub.ops.attention.backward.ragged import bound, drawn, parting, together
+from kernel_hub.ops.attention.backward.ragged import bound, drawn, parting, parts_in_turns, together
 from kernel_hub.ops.attention.backward.works import Pairs
 
 
@@ -48,3 +48,8 @@ def test_whole_sequences_go_together_or_heads_of_one() -> None:
     assert together(7, 10, 24) == 5
     # More than are put in order.
     assert together(40, 2, 300) == 2
+
+
+def test_parts_without_turns_become_those_there_are_with_them() -> None:
+    found = [parts_in_turns(*each) for each in ((6, 5), (4, 7), (3, 2), (12, 2), (16, 1), (1, 3))]
+    assert found == [5, 1, 2, 12, 16, 1]

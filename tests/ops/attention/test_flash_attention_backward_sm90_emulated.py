@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from attention_cases import Case, run
 from attention_random import random_case
 from emulated_attention import hopper_attention
 from ways import Way
+
+from kernel_hub.ops.attention.problem import Gradients, Problem
+from kernel_hub.testing.guard import Guarded
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward.sm90")
 WORKS: Any = importlib.import_module("kernel_hub.ops.attention.backward.works")
@@ -110,7 +114,7 @@ def test_parts(
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 19)}], ids=str)
 @pytest.mark.parametrize(
     ("sums", "together", "parted"),
-    [(1, 1, (99, 1)), (1, 3, (0, 2)), (2, 4, (0, 6)), (-3, 2, (0, 2))], ids=str,
+    [(1, 1, (99, 1)), (1, 3, (0, 2)), (2, 4, (0, 6)), (-3, 2, (0, 2)), (-1, 2, (0, 3))], ids=str,
 )  # fmt: skip
 def test_turns(
     bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int, options: dict[str, Any],
@@ -128,3 +132,47 @@ def test_turns(
     with hopper_attention(monkeypatch, 3):
         run(case, "cpu")
     assert bodies
+
+
+def test_turns_after_all(bodies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # 16 sequences of 9 tokens go without turns, by six blocks each; one of 129 cannot, and a
+    # group of five heads has no six parts whose sums have an order.
+    lengths = (0, 129) + 14 * (0,)
+    case = Case(
+        head_dim=160, num_heads=5, num_kv_heads=1, lengths_q=lengths, lengths_k=lengths,
+        layout="varlen", causal=True, backward=True, deterministic=True,
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 132):
+        run(case, "cpu")
+    assert bodies
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "bounds",
+    [(0, 0, 0, 0, 0, 0, 0, 0, 200), (200, 0, 0, 0, 0, 0, 0), (0, 2**31 - 1, 0, 0), (-(2**31),) * 3,
+     (7, -1, 2**31 - 1, 150, 200)], ids=str,
+)  # fmt: skip
+def test_bounds_that_fall(
+    bodies: list[str], monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, ...], deterministic: bool
+) -> None:
+    # What they lead to is no sequence's: neither read nor written outside of the tensors.
+    batch_size, table = len(bounds) - 1, torch.tensor(bounds, dtype=torch.int32)
+    q, k, v, out, dout = torch.randn(5, 200, 2, 128).bfloat16().unbind()
+    grads = [Guarded(x.shape, x.dtype, "cpu") for x in (q, k, v)]
+    for each in grads:
+        each.tensor.zero_()
+    lse = torch.randn(2, 200)
+    given = Gradients(out, lse, dout, *[each.tensor for each in grads])
+    problem = Problem(
+        q, k, v, batch_size, 200, 200, 0.1, -1, 0, cu_seqlens_q=table, cu_seqlens_k=table
+    )
+    flag = torch.zeros(1, dtype=torch.int32)
+    with hopper_attention(monkeypatch, 3):
+        plan = SM90.plan(problem, given, deterministic=deterministic)
+        tables = SM90.Tables(flag, table, table, None, None)
+        SM90.launch(plan, (q, k, v), given, tables, (0, 1, 2, 3))
+    for each in grads:
+        each.check("a gradient")
+    is_right = bounds == (0, 0, 0, 0, 0, 0, 0, 0, 200)
+    assert bool(flag) != is_right

@@ -218,6 +218,9 @@ def test_who_sees_little() -> None:
         with pretend(PlannedGpu((9, 0), 132)):
             found = SM90.is_short(problem._replace(window_left=left, window_right=right))
         assert found == few
+    step = prompts(16, 4096, (8, 2), 192)._replace(window_left=64)
+    with pretend(PlannedGpu((9, 0), 132)):
+        assert not SM90.is_short(step._replace(q=step.q[:, :1], max_seqlen_q=1))
 
 
 def test_two_rounds_are_dealt() -> None:

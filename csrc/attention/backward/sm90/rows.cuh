@@ -70,7 +70,8 @@ struct RowTile {
         const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
         token = queries.first_row;
         const int nth_block = block - (queries.first_row / p.block_m + batch_idx);
-        seqlen = nth_block >= 0 ? queries.seqlen : 0;
+        // Bounds that fall may have led to a sequence without such a block: it ends before any row.
+        seqlen = nth_block >= 0 && queries.seqlen > 0 ? queries.seqlen : INT32_MIN;
         first = nth_tile % tiles_a_block * kTileRows;
         first_query = nth_block * p.block_m + first;
         first_row = (head_idx * p.num_blocks_q + block) * p.block_m + first;

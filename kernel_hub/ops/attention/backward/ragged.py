@@ -12,6 +12,7 @@ from .works import (
     _START,
     _START_GOING_ON,
     Pairs,
+    _counts_in_turns,
     rounds,
 )  # fmt: skip
 
@@ -79,3 +80,8 @@ def together(pairs: int, num_heads: int, batch_size: int) -> int:
     total, wanted = (num_heads, pairs) if of_heads else (batch_size, pairs // num_heads)
     each = -(-total // -(-total // wanted))
     return each if of_heads else each * num_heads
+
+
+def parts_in_turns(most: int, group: int) -> int:
+    """Into how many parts works may go whose sums have an order, no more than so many."""
+    return max(n for n in (1, *_counts_in_turns(group)) if n <= most)

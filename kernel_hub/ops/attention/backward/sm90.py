@@ -225,7 +225,8 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         sums, pairs_a_group, parted = turns(*about, free, read, num_sms, goes_on=body.goes_on)
         if sums < 0 and key_blocks > -2 * sums:  # those of longer sequences than were planned for
             sums = 1
-        if is_ragged and parted.first > 0:
+            parted = parted._replace(blocks=ragged.parts_in_turns(parted.blocks, group))
+        if is_ragged and (parted.first > 0 or parted.blocks == 1):
             parted = Parting(num_works, 1)
     elif is_ragged:
         count = ragged.parting(
