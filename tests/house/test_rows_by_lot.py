@@ -62,6 +62,7 @@ class Once:
 def test_wrong_outputs_are_said(spoilt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     harness: Any = lot.harness
+    monkeypatch.setattr(harness.timing, "capture", lambda launches: None)
     x = torch.randn(4, 8)
 
     def contender(name: str) -> Any:

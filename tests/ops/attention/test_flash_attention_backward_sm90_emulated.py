@@ -147,6 +147,29 @@ def test_turns_after_all(bodies: list[str], monkeypatch: pytest.MonkeyPatch) -> 
     assert bodies
 
 
+def _between(
+    bounds: tuple[int, ...], total: int, longest: int, deterministic: bool
+) -> tuple[list[torch.Tensor], bool]:
+    """(gradients of what lies between these bounds, whether some are outside), of one draw."""
+    batch_size, table = len(bounds) - 1, torch.tensor(bounds, dtype=torch.int32)
+    torch.manual_seed(7)
+    q, k, v, out, dout = torch.randn(5, total, 2, 128).bfloat16().unbind()
+    grads = [Guarded(x.shape, x.dtype, "cpu") for x in (q, k, v)]
+    for each in grads:
+        each.tensor.zero_()
+    lse = torch.randn(2, total)
+    given = Gradients(out, lse, dout, *[each.tensor for each in grads])
+    problem = Problem(
+        q, k, v, batch_size, longest, longest, 0.1, -1, 0, cu_seqlens_q=table, cu_seqlens_k=table
+    )
+    flag = torch.zeros(1, dtype=torch.int32)
+    plan = SM90.plan(problem, given, deterministic=deterministic)
+    SM90.launch(plan, (q, k, v), given, SM90.Tables(flag, table, table, None, None), (0, 1, 2, 3))
+    for each in grads:
+        each.check("a gradient")
+    return [each.tensor for each in grads], bool(flag)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     "bounds",
@@ -157,22 +180,20 @@ def test_bounds_that_fall(
     bodies: list[str], monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, ...], deterministic: bool
 ) -> None:
     # What they lead to is no sequence's: neither read nor written outside of the tensors.
-    batch_size, table = len(bounds) - 1, torch.tensor(bounds, dtype=torch.int32)
-    q, k, v, out, dout = torch.randn(5, 200, 2, 128).bfloat16().unbind()
-    grads = [Guarded(x.shape, x.dtype, "cpu") for x in (q, k, v)]
-    for each in grads:
-        each.tensor.zero_()
-    lse = torch.randn(2, 200)
-    given = Gradients(out, lse, dout, *[each.tensor for each in grads])
-    problem = Problem(
-        q, k, v, batch_size, 200, 200, 0.1, -1, 0, cu_seqlens_q=table, cu_seqlens_k=table
-    )
-    flag = torch.zeros(1, dtype=torch.int32)
     with hopper_attention(monkeypatch, 3):
-        plan = SM90.plan(problem, given, deterministic=deterministic)
-        tables = SM90.Tables(flag, table, table, None, None)
-        SM90.launch(plan, (q, k, v), given, tables, (0, 1, 2, 3))
-    for each in grads:
-        each.check("a gradient")
-    is_right = bounds == (0, 0, 0, 0, 0, 0, 0, 0, 200)
-    assert bool(flag) != is_right
+        _, is_outside = _between(bounds, 200, 200, deterministic)
+    assert is_outside != (bounds == (0, 0, 0, 0, 0, 0, 0, 0, 200))
+
+
+@pytest.mark.parametrize("many", [0, 60])
+def test_sequences_beside_bounds_that_fall(
+    bodies: list[str], monkeypatch: pytest.MonkeyPatch, many: int
+) -> None:
+    # Have the gradients that they have beside others.
+    more = many * (202,)
+    with hopper_attention(monkeypatch, 3):
+        sane, _ = _between((0, 60, 112, 133, 202, *more), 202, 69, True)
+        found, is_outside = _between((0, 203, 112, 133, 202, *more), 202, 69, True)
+    assert is_outside
+    for ours, right in zip(found, sane, strict=True):
+        assert right[112:].any() and torch.equal(ours[112:], right[112:])

@@ -212,10 +212,10 @@ def test_names_are_those_of_the_kernels_bits() -> None:
     assert [(i, name) for i, (name, _) in enumerate(bounds.TABLES)] == found
 
 
-# These read lengths after kernels that have told of them, experts before one that will, or rows
-# that one ahead of them has written.
+# These read lengths after kernels that have told of them, lengths or experts before one that will,
+# or rows that one ahead of them has written.
 FOLLOW = re.compile(
-    r"flash_attention_backward\w*_convert|decode_attention\w*_merge\w*|moe_permute_(count|rows_vec)"
+    r"flash_attention_backward\w*_convert|flash_attention_backward_sm90\w*_delta|decode_attention\w*_merge\w*|moe_permute_(count|rows_vec)"
 )
 
 

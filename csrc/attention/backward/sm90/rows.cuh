@@ -51,30 +51,52 @@ struct RowTile {
         first_row = (head_idx * p.num_blocks_q + first_block) * p.block_m + first_query;
     }
 
-    // Of the blocks of the workspace, one after another: the last sequence that begins in this one
-    // or before it.
+    // Of the blocks of the workspace, one after another.
     __device__ __forceinline__ void find_ragged(const RowBlocks& p, int nth_tile) {
-        const int tiles_a_block = p.block_m / kTileRows, lane_idx = threadIdx.x % 32;
-        const int block = nth_tile / tiles_a_block;
-        int left = p.batch_size, chunk;
-        batch_idx = 0;
-        do {
-            chunk = ceil_div(left, 32);
-            const int own = batch_idx + lane_idx * chunk;
-            const bool begins =
-                lane_idx * chunk < left && p.cu_seqlens_q[own] / p.block_m + own <= block;
-            const int nth = max(__popc(__ballot_sync(kAllLanes, begins)), 1) - 1;
-            batch_idx += nth * chunk;
-            left = min(chunk, left - nth * chunk);
-        } while (chunk > 1);
+        const int tiles_a_block = p.block_m / kTileRows, block = nth_tile / tiles_a_block;
+        batch_idx = p.batch_size <= RaggedKeys::kMost ? find_owner(p, block) : find_last(p, block);
         const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
         token = queries.first_row;
         const int nth_block = block - (queries.first_row / p.block_m + batch_idx);
-        // Bounds that fall may have led to a sequence without such a block: it ends before any row.
+        // A block of no sequence ends before any row.
         seqlen = nth_block >= 0 && queries.seqlen > 0 ? queries.seqlen : INT32_MIN;
         first = nth_tile % tiles_a_block * kTileRows;
         first_query = nth_block * p.block_m + first;
         first_row = (head_idx * p.num_blocks_q + block) * p.block_m + first;
+    }
+
+    // The sequence that the block is of, whatever the bounds of others say; 0 if there is none.
+    __device__ __forceinline__ static int find_owner(const RowBlocks& p, int block) {
+        for (int start = 0; start < p.batch_size; start += 32) {
+            const int own = start + threadIdx.x % 32;
+            bool is_owner = false;
+            if (own < p.batch_size) {
+                const Sequence queries(p.cu_seqlens_q, own, p.seqlen_q, p.total_q);
+                const int nth = block - (queries.first_row / p.block_m + own);
+                is_owner = nth >= 0 && nth < ceil_div(queries.seqlen, p.block_m);
+            }
+            const unsigned owners = __ballot_sync(kAllLanes, is_owner);
+            if (owners) {
+                return start + __ffs(owners) - 1;
+            }
+        }
+        return 0;
+    }
+
+    // Of many sequences: the last that begins in this block or before it.
+    // NOTE: bounds that fall hide others' blocks, whose gradients are then wrong, inside the
+    // tensors.
+    __device__ __forceinline__ static int find_last(const RowBlocks& p, int block) {
+        int found = 0, left = p.batch_size, chunk;
+        do {
+            chunk = ceil_div(left, 32);
+            const int lane = threadIdx.x % 32 * chunk, own = found + lane;
+            const bool begins = lane < left && p.cu_seqlens_q[own] / p.block_m + own <= block;
+            const int nth = max(__popc(__ballot_sync(kAllLanes, begins)), 1) - 1;
+            found += nth * chunk;
+            left = min(chunk, left - nth * chunk);
+        } while (chunk > 1);
+        return found;
     }
 };
 
