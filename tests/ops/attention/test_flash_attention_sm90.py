@@ -337,8 +337,9 @@ def test_short_sequences_are_the_portable_kernels() -> None:
     lengths = torch.zeros(1, dtype=torch.int32)
     for other in (
         problem(321, 321), problem(50, 300), problem(300, 200), problem(16, 65),
-        problem(129, 129, 72), problem(300, 300, 32, softcap=2.0), problem(140, 140, 96), problem(140, 140, 104),
-        problem(129, 129, window_right=0), problem(65, 65, softcap=2.0), varlen(321, 8 * 64),
+        problem(129, 129, 72), problem(300, 300, 32, softcap=2.0), problem(140, 140, 96),
+        problem(140, 140, 104), problem(129, 129, window_right=0), problem(65, 65, softcap=2.0),
+        varlen(321, 8 * 64),
         problem(100, 100, 128, window_right=0), problem(140, 140, 104, window_right=0),
         problem(129, 129, 96, window_right=0), problem(161, 161, 104), varlen(219, 8 * 60, 1, 256),
         varlen(200, 8 * 65), varlen(60, 400, 2), varlen(60, 400, 4, 256),
