@@ -137,21 +137,15 @@ __device__ __forceinline__ void mla_decode_few_sm90(const LatentArgs<T>& args,
     }
 }
 
-#define EXPORT_MLA_DECODE(NAME, T, FACTS, BODY)                                                  \
-    DESCRIBED(                                                                                   \
-        NAME, "x: at most a block a multiprocessor, num_workers parts of a cluster each",        \
-        (.threads = FACTS::kThreads, .shared_bytes = FACTS::kSharedBytes, .blocks_per_sm = 1,    \
-         .block_m = FACTS::kRows, .block_n = FACTS::kTile),                                      \
-        extern "C" __global__ void __launch_bounds__(FACTS::kThreads, 1) NAME(                   \
-            T* out, float* lse, float* partial_out, float* partial_lse, int* flag, int* tickets, \
-            const __grid_constant__ CUtensorMap kv_cache, const T* q, const int* cache_seqlens,  \
-            const int* block_table, int64_t out_batch_stride, int64_t out_token_stride,          \
-            int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,             \
-            int64_t q_head_stride, int64_t block_table_stride, int batch_size, int seqlen_q,     \
-            int num_heads, int num_pages, int page_size, int max_tokens, int num_splits,         \
-            int parallel, int num_workers, int box_rows, float softmax_scale) {                  \
-            const LatentArgs<T> args = {LATENT_ARGUMENTS, tickets};                              \
-            BODY(args, &kv_cache, box_rows);                                                     \
+#define EXPORT_MLA_DECODE(NAME, T, FACTS, BODY)                                               \
+    DESCRIBED(                                                                                \
+        NAME, "x: at most a block a multiprocessor, num_workers parts of a cluster each",     \
+        (.threads = FACTS::kThreads, .shared_bytes = FACTS::kSharedBytes, .blocks_per_sm = 1, \
+         .block_m = FACTS::kRows, .block_n = FACTS::kTile),                                   \
+        extern "C" __global__ void                                                            \
+        __launch_bounds__(FACTS::kThreads, 1) NAME(LATENT_MAPPED_PARAMS(T)) {                 \
+            const LatentArgs<T> args = {LATENT_ARGUMENTS, tickets};                           \
+            BODY(args, &kv_cache, box_rows);                                                  \
         })
 #define EXPORT_EVERY_ROWS(DTYPE, T)                                              \
     EXPORT_MLA_DECODE(mla_decode_sm90_##DTYPE, T, LatentStages, mla_decode_sm90) \

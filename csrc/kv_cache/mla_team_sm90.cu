@@ -65,22 +65,16 @@ __device__ __forceinline__ void mla_team_sm90(const LatentArgs<T>& args, const C
     cluster_wait();
 }
 
-#define EXPORT_MLA_TEAM(DTYPE, T)                                                                \
-    DESCRIBED(                                                                                   \
-        mla_team_sm90_##DTYPE, "x: an item a cluster, its parts of 1 or 2 blocks each",          \
-        (.threads = LatentStages::kThreads, .shared_bytes = LatentStages::kSharedBytes,          \
-         .blocks_per_sm = 1, .block_m = LatentStages::kRows, .block_n = LatentStages::kTile),    \
-        extern "C" __global__ void                                                               \
-        __launch_bounds__(LatentStages::kThreads, 1) mla_team_sm90_##DTYPE(                      \
-            T* out, float* lse, float* partial_out, float* partial_lse, int* flag, int* tickets, \
-            const __grid_constant__ CUtensorMap kv_cache, const T* q, const int* cache_seqlens,  \
-            const int* block_table, int64_t out_batch_stride, int64_t out_token_stride,          \
-            int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,             \
-            int64_t q_head_stride, int64_t block_table_stride, int batch_size, int seqlen_q,     \
-            int num_heads, int num_pages, int page_size, int max_tokens, int num_splits,         \
-            int parallel, int num_workers, int box_rows, float softmax_scale) {                  \
-            const LatentArgs<T> args = {LATENT_ARGUMENTS, tickets};                              \
-            mla_team_sm90<T>(args, &kv_cache, box_rows);                                         \
+#define EXPORT_MLA_TEAM(DTYPE, T)                                                             \
+    DESCRIBED(                                                                                \
+        mla_team_sm90_##DTYPE, "x: an item a cluster, its parts of 1 or 2 blocks each",       \
+        (.threads = LatentStages::kThreads, .shared_bytes = LatentStages::kSharedBytes,       \
+         .blocks_per_sm = 1, .block_m = LatentStages::kRows, .block_n = LatentStages::kTile), \
+        extern "C" __global__ void                                                            \
+        __launch_bounds__(LatentStages::kThreads,                                             \
+                          1) mla_team_sm90_##DTYPE(LATENT_MAPPED_PARAMS(T)) {                 \
+            const LatentArgs<T> args = {LATENT_ARGUMENTS, tickets};                           \
+            mla_team_sm90<T>(args, &kv_cache, box_rows);                                      \
         })
 
 // {op}_{dtype}

@@ -3,6 +3,7 @@
 
 #include "attention/sm90/plan.cuh"
 #include "kernel_hub/math.cuh"
+#include "kernel_hub/reduce.cuh"
 
 namespace kernel_hub::attention::sm90 {
 
@@ -36,16 +37,6 @@ template <class C>
 __device__ __forceinline__ int count_tiles(const Parameters& p, int batch) {
     const int rows = count_rows<C>(p, find_queries(p, batch).count);
     return find_keys(p, batch).count > 0 ? rows * p.num_heads : 0;
-}
-
-// The sum of `value` over the lanes up to this one.
-__device__ __forceinline__ int sum_of_lanes(int value) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int left = __shfl_up_sync(kAllLanes, value, step);
-        value += threadIdx.x % 32 >= step ? left : 0;
-    }
-    return value;
 }
 
 // Sorts the sequences by their keys, and finds those that are alike. Every thread of the block;
@@ -88,7 +79,7 @@ __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
             const int i = first + threadIdx.x, found = i < p.batch_size ? order.end[i] : 0;
             const int own = max(found, ~found), left = __shfl_up_sync(kAllLanes, own, 1);
             const unsigned begins = __ballot_sync(kAllLanes, found >= 0 || own != left);
-            const int end = sum + sum_of_lanes(own);
+            const int end = sum + warp_scan(own, threadIdx.x % 32);
             const int begin =
                 __shfl_sync(kAllLanes, end - own, 31 - __clz(begins & (2u << threadIdx.x) - 1));
             if (i < p.batch_size) {
@@ -176,7 +167,7 @@ struct Schedule {
             while (before == 32 && cursor < p.batch_size) {
                 const int own = cursor + threadIdx.x % 32;
                 const int tiles = own < p.batch_size ? count_tiles<C>(p, own) : 0;
-                const int end = count + sum_of_lanes(tiles);
+                const int end = count + warp_scan(tiles, threadIdx.x % 32);
                 before = __popc(__ballot_sync(kAllLanes, end <= index));
                 count = before == 0 ? count : __shfl_sync(kAllLanes, end, before - 1);
                 cursor += before;

@@ -39,6 +39,16 @@ struct LatentArgs {
         block_table_stride, batch_size, seqlen_q, num_heads, num_pages, page_size, max_tokens, \
         num_splits, parallel, num_workers, softmax_scale
 
+// What the kernels for Hopper take.
+#define LATENT_MAPPED_PARAMS(T)                                                                    \
+    T *out, float *lse, float *partial_out, float *partial_lse, int *flag, int *tickets,           \
+        const __grid_constant__ CUtensorMap kv_cache, const T *q, const int *cache_seqlens,        \
+        const int *block_table, int64_t out_batch_stride, int64_t out_token_stride,                \
+        int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,                   \
+        int64_t q_head_stride, int64_t block_table_stride, int batch_size, int seqlen_q,           \
+        int num_heads, int num_pages, int page_size, int max_tokens, int num_splits, int parallel, \
+        int num_workers, int box_rows, float softmax_scale
+
 // What a sequence of a length has to do, in units of kUnit tokens.
 template <int kUnit, typename T>
 __device__ __forceinline__ Extent latent_extent(const LatentArgs<T>& args, int length) {

@@ -4,6 +4,7 @@
 
 #include "attention/backward/problem.cuh"
 #include "kernel_hub/math.cuh"
+#include "kernel_hub/reduce.cuh"
 
 namespace kernel_hub::attention::backward::sm90 {
 
@@ -36,16 +37,6 @@ struct RaggedKeys {
         return ceil_div(Sequence(cu_seqlens, batch_idx, longest, total).seqlen, block_n);
     }
 };
-
-// The sum of `value` over the lanes up to this one.
-__device__ __forceinline__ int sum_of_lanes(int value) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int left = __shfl_up_sync(kAllLanes, value, step);
-        value += threadIdx.x % 32 >= step ? left : 0;
-    }
-    return value;
-}
 
 // Makes it. All threads of a block.
 __device__ __forceinline__ void make_order(const RaggedKeys& keys) {
@@ -81,7 +72,7 @@ __device__ __forceinline__ void make_order(const RaggedKeys& keys) {
             if (nth < count) {
                 own = sorts ? ordered[nth] : keys.find_blocks(nth);
             }
-            const int end = sum + sum_of_lanes(own);
+            const int end = sum + warp_scan(own, threadIdx.x % 32);
             if (nth < count) {
                 keys.order[nth] = end;
             }
