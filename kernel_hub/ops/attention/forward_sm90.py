@@ -33,9 +33,9 @@ _FEW, _SHORT, _SHORTER = 32, 320, 256  # tokens: of prompts without masks, of ot
 _LITTLE, _NARROW, _WIDE = 64, 32, 128
 _ROOMY, _MANY_ROUNDS = 48, 4  # columns from which full ones in more rounds are better elsewhere
 _WIDE_SHORT = 160  # tokens of the longest of those
-# Of those in more rounds: the mean from which most have a second tile there, up to 192 columns and
-# of more.
-_WIDE_ROUNDS, _LONG_WIDE, _LONG_WIDEST = 6, 30, 42
+# Of those in many rounds: the mean from which enough have a second tile there, up to 192 columns,
+# of more, and of these where heads share keys.
+_WIDE_ROUNDS, _LONG_WIDE, _LONG_WIDEST, _LONG_SHARED = 6, 36, 54, 45
 # Of causal tiles: columns of heads that have them of 192 rows, rows of both, and queries up to
 # which fewer rows may be better.
 _NARROWEST, _ROWS192_WIDEST, _ROWS, _MORE_ROWS, _FEW_ROWS = 64, 96, 128, 192, 1024
@@ -185,7 +185,8 @@ def is_short(problem: Problem) -> bool:
         is_wide = head_dim > _WIDE
         if is_wide and is_one_round and longest > _WIDE_SHORT:
             return False
-        long = _LONG_WIDE if head_dim <= _MORE_ROWS else _LONG_WIDEST
+        long = _LONG_WIDEST if num_heads == problem.k.shape[-2] else _LONG_SHARED
+        long = _LONG_WIDE if head_dim <= _MORE_ROWS else long
         if is_wide and pairs > _WIDE_ROUNDS * num_sms and longest > _ROWS and mean > long:
             return False
         return num_heads <= (1 + is_wide) * problem.k.shape[-2]

@@ -23,7 +23,7 @@ _NARROWEST, _ROWS, _MORE_ROWS = 64, 128, 192
 _MOST_TWO_TILES, _MOST_SHORT, _MOST_ALIKE_ROWS = 288, 1024, 320
 # Full prompts of one block of keys and more tokens are better drawn in turn; of 128 columns from so
 # many rounds on, causal ones of 192, and of 256 side by side.
-_LONG_ONE, _MANY_DRAWN, _MANY_WIDE, _MANY_PACKED = 104, 8, 12, 6
+_LONG_ONE, _MANY_DRAWN, _LONG_WIDE, _MANY_WIDE, _MANY_PACKED = 104, 8, 88, 12, 6
 _RAGGED_ROUNDS = 2.4  # of tiles of sequences that differ, for larger ones to be better
 
 
@@ -295,8 +295,8 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
     if sizes.num_heads != sizes.num_kv_heads or tile.width > _MORE_ROWS:
         return False
     if tile.width > 128:  # one tile a head, whose queries and keys stay in the L2
-        is_plain = is_one and problem.softcap == 0 and sizes.window_right == 0
-        return is_plain and problem.q.shape[-1] == problem.v.shape[-1] and rounds >= _MANY_WIDE
+        is_long = _LONG_WIDE < seqlen_q <= _ROWS and sizes.window_right == 0
+        return is_long and problem.q.shape[-1] == problem.v.shape[-1] and rounds >= _MANY_WIDE
     if tile.width == 128:  # they are drawn
         return is_full and _LONG_ONE < seqlen_q <= _ROWS and rounds >= _MANY_DRAWN
     if tile.width == 64:  # those of 192 rows are half empty

@@ -252,7 +252,8 @@ def test_wide_heads_side_by_side() -> None:
         (False, packed),  # 104.5, 78.4
         (False, side_by_side(128, 6430, 208, (16, 16), 192)),  # 115.9, 88.2
         (False, side_by_side(96, 5900, 204, (32, 32), 224)),  # 166, 154
-        (True, side_by_side(128, 4660, 160, (8, 8), 224)),  # 44.0, 47.3
+        (True, side_by_side(128, 5504, 157, (32, 32), 224)),  # 152, 170
+        (True, side_by_side(128, 6093, 188, (16, 16), 224)),  # 89.0, 95.1
         (True, side_by_side(128, 6430, 224, (2, 2), 160)),  # 16.7, 19.4
         (True, side_by_side(128, 4430, 121, (16, 16), 224)),  # 66.6, 78.9
     ):
@@ -268,6 +269,7 @@ def test_one_tile_of_wide_heads() -> None:
     """us on an H200: in turn, whole."""
     for batch_size, seqlen, heads, is_better in (
         (256, 103, 16, True),  # 157.4, 169.4
+        (606, 81, 4, False),
         (64, 94, 8, False),
         (386, 132, 16, False),
     ):
