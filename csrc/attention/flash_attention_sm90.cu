@@ -86,7 +86,9 @@ namespace kernel_hub::attention::sm90 {
     EXPORT_WINDOW(DTYPE, T, 96, window_rows192, 3, 96, kNever)                     \
     EXPORT_WINDOW(DTYPE, T, 112, window_rows192, 3, 96, kNever)                    \
     EXPORT_MASKS(DTYPE, T, 128, 2, 128, kMaybe)                                    \
-    EXPORT_MASKS(DTYPE, T, 192, 2, 112, kMaybe)                                    \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 192, full, kFull, 2, 112)                     \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 192, causal, kCausal, 2, 64)                  \
+    EXPORT_WINDOW(DTYPE, T, 192, window, 2, 64, kMaybe)                            \
     EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, full, kFull, 2, 128, kMaybe)     \
     EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, causal, kCausal, 2, 128, kMaybe) \
     EXPORT_FLASH_ATTENTION(DTYPE, T, 256, full, kFull, 2, 80)                      \

@@ -33,10 +33,13 @@ _FEW, _SHORT, _SHORTER = 32, 320, 256  # tokens: of prompts without masks, of ot
 _LITTLE, _NARROW, _WIDE = 64, 32, 128
 _ROOMY, _MANY_ROUNDS = 48, 4  # columns from which full ones in more rounds are better elsewhere
 _WIDE_SHORT = 160  # tokens of the longest of those
+# Of those in many rounds: the mean from which enough have a second tile there, up to 192 columns,
+# of more, and of these where heads share keys.
+_WIDE_ROUNDS, _LONG_WIDE, _LONG_WIDEST, _LONG_SHARED = 6, 36, 54, 45
 # Of causal tiles: columns of heads that have them of 192 rows, rows of both, and queries up to
 # which fewer rows may be better.
 _NARROWEST, _ROWS192_WIDEST, _ROWS, _MORE_ROWS, _FEW_ROWS = 64, 96, 128, 192, 1024
-_SOME, _HARDLY_MORE = 0.35, 1.3  # rounds of tiles of narrow windows
+_SOME_MORE = 4 / 3  # rounds of tiles of windows
 _DEALT_WIDE = 1.5  # of tiles of wide heads that are dealt
 NUM_COUNTERS = 2  # the next tile, blocks that are done
 # The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
@@ -174,13 +177,17 @@ def is_short(problem: Problem) -> bool:
     if problem.batch_invariant or any(x is not None for x in others):
         return False
     if longest > _SHORT:
-        return _sees_little(problem)
+        return False
     head_dim, num_heads = problem.widest_head, problem.q.shape[-2]
     pairs, num_sms = problem.batch_size * num_heads, device_of(problem.q.device).num_sms
     is_one_round = pairs <= num_sms
-    if _mean_tokens(problem) <= _LITTLE:
+    if (mean := _mean_tokens(problem)) <= _LITTLE:
         is_wide = head_dim > _WIDE
         if is_wide and is_one_round and longest > _WIDE_SHORT:
+            return False
+        long = _LONG_WIDEST if num_heads == problem.k.shape[-2] else _LONG_SHARED
+        long = _LONG_WIDE if head_dim <= _MORE_ROWS else long
+        if is_wide and pairs > _WIDE_ROUNDS * num_sms and longest > _ROWS and mean > long:
             return False
         return num_heads <= (1 + is_wide) * problem.k.shape[-2]
     if problem.has_lengths:  # those of few heads alone that have no tile of 192 rows each
@@ -189,7 +196,7 @@ def is_short(problem: Problem) -> bool:
     if problem.seqlens[0] < _FEW:
         return False
     if head_dim > 64:
-        return _sees_little(problem) or _fills_little(problem, pairs / num_sms)
+        return _fills_little(problem, pairs / num_sms)
     left, right = problem.window  # causal ones have tiles of 128 queries
     is_masked = left >= 0 or right >= 0 or problem.softcap != 0
     is_roomy = head_dim > _NARROW or is_masked or longest > _SHORTER
@@ -204,27 +211,20 @@ def is_short(problem: Problem) -> bool:
     return problem.softcap == 0 and pairs <= 2 * num_sms and longest <= _ROWS
 
 
-def _sees_little(problem: Problem) -> bool:
-    """The same of narrow windows of up to 192 columns in about a round of tiles."""
-    head_dim, (left, right) = problem.widest_head, problem.window
-    is_window = 0 <= left < _ROWS and 0 <= right < _ROWS and problem.softcap == 0
-    if problem.has_lengths or not is_window or not _WIDE < head_dim <= _MORE_ROWS:
-        return False
-    if problem.seqlens[0] < _FEW:  # a step's: heads that share keys share tiles elsewhere
-        return False
-    tiles = -(-problem.seqlens[0] // _ROWS) * problem.batch_size * problem.q.shape[-2]
-    rounds = tiles / device_of(problem.q.device).num_sms
-    return (_SOME if right == 0 else 1) < rounds <= _HARDLY_MORE
-
-
 def _has_many_rows(problem: Problem) -> bool:
     """Whether tiles of 192 rows, of which more than one is short of full, take several rounds; of
-    full attention one too."""
-    num_sms = device_of(problem.q.device).num_sms
+    full attention: or tiles of 128, two at a time, more than one, or these more than half of one
+    and those no more than one."""
+    num_sms, seqlen_q = device_of(problem.q.device).num_sms, problem.seqlens[0]
     left, right = problem.window
     pairs = problem.batch_size * problem.q.shape[-2]
-    tiles = -(-problem.seqlens[0] // _MORE_ROWS) * pairs
-    return left < 0 and (tiles > 2 * num_sms or (right < 0 and pairs > num_sms))
+    tiles, smaller = (-(-seqlen_q // rows) * pairs for rows in (_MORE_ROWS, _ROWS))
+    if left >= 0:
+        return right > 0 and seqlen_q <= _MORE_ROWS and tiles > _SOME_MORE * num_sms
+    if right >= 0 or problem.softcap != 0:
+        return tiles > 2 * num_sms or (right < 0 and pairs > num_sms)
+    is_one = seqlen_q > 2 * _ROWS and tiles <= num_sms < smaller
+    return is_one or smaller > 2 * num_sms
 
 
 def _fills_little(problem: Problem, rounds: float) -> bool:
@@ -235,9 +235,7 @@ def _fills_little(problem: Problem, rounds: float) -> bool:
         return False
     head_dim, longest = problem.widest_head, max(problem.seqlens)
     if right >= 0:
-        is_narrow = head_dim <= _ROWS192_WIDEST
-        is_fitting = is_narrow or _WIDE_SHORT < head_dim <= _MORE_ROWS
-        return is_fitting and longest <= _ROWS and rounds <= 1 + is_narrow
+        return head_dim <= _ROWS192_WIDEST and longest <= _ROWS and rounds <= 2
     if head_dim <= _ROWS192_WIDEST:
         return longest <= _ROWS and rounds <= 2
     # Where tiles of 64 rows, three a head, have a multiprocessor each, those are.

@@ -22,8 +22,8 @@ _NARROWEST, _ROWS, _MORE_ROWS = 64, 128, 192
 # leave as many empty.
 _MOST_TWO_TILES, _MOST_SHORT, _MOST_ALIKE_ROWS = 288, 1024, 320
 # Full prompts of one block of keys and more tokens are better drawn in turn; of 128 columns from so
-# many rounds on.
-_LONG_ONE, _MANY_DRAWN = 104, 8
+# many rounds on, causal ones of 192, and of 256 side by side.
+_LONG_ONE, _MANY_DRAWN, _LONG_WIDE, _MANY_WIDE, _MANY_PACKED = 104, 8, 88, 12, 6
 _RAGGED_ROUNDS = 2.4  # of tiles of sequences that differ, for larger ones to be better
 
 
@@ -109,7 +109,7 @@ _TILES = {
     (112, False): (TileCost(_ROWS, 128, 1.70, 2.6), TileCost(192, 96, 1.50, 2.8), 1.0),
     (112, True): (TileCost(_ROWS, 128, 1.85, 2.6), TileCost(192, 96, 1.45, 2.8), 1.0),
 }
-_SURELY_CAUSAL = 0.87  # of 112 columns
+_SURELY_CAUSAL, _SURELY_WINDOW = 0.87, 0.985  # of 112 columns; of others that are even
 
 
 def wider_rows(problem: Problem) -> int:
@@ -128,6 +128,7 @@ def wider_rows(problem: Problem) -> int:
         if width <= 96 or prompt.seqlen_q <= 2 * _ROWS:
             return 0
         surely = _SURELY_CAUSAL
+    surely = surely if is_askew or problem.window[0] < 0 else max(surely, _SURELY_WINDOW)
     num_sms = device_of(problem.q.device).num_sms
     if prompt.is_ragged and not (is_askew and rounds_of(prompt, _ROWS, num_sms) > _RAGGED_ROUNDS):
         return 0
@@ -168,7 +169,7 @@ _CAPPED_TILES = {
     128: (TileCost(_ROWS, 128, 1.62, 1.9, 5.5, 0.85), TileCost(64, 64, 1.12, 2.6, 4.3, 0.65)),
 }
 _CAPPED_MANY, _CAPPED_SURELY = 0.85, 0.98
-_CAPPED_ROUNDS, _MANY_FEW_ROUNDS = 4, 8
+_CAPPED_ROUNDS, _SHARED_ROUNDS, _MANY_FEW_ROUNDS = 4, 12, 8  # shared: full, of shared keys
 
 
 def is_short_causal(sizes: Sizes) -> bool:
@@ -189,18 +190,16 @@ def is_short_causal(sizes: Sizes) -> bool:
 def is_side_by_side(problem: Problem, sizes: Sizes) -> bool:
     """Whether prompts are short and causal, side by side: tiles of few rows are better for heads of
     128 columns."""
-    others = problem.block_table, problem.cache_seqlens
     tiles = sizes.batch_size * sizes.num_heads * max(1.0, sizes.seqlen_q / _FEW_ROWS)
     are_many = tiles >= _MANY_SIDE_BY_SIDE and sizes.num_heads > sizes.num_kv_heads
-    return (
-        sizes.is_varlen
-        and sizes.is_prompt
-        and sizes.mean <= (_LONGER_SIDE_BY_SIDE if are_many else _SIDE_BY_SIDE)
-        and (sizes.window_left, sizes.window_right) == (-1, 0)
-        and not sizes.has_softcap
-        and all(x is None for x in others)
-        and tiles >= _LEAST_SIDE_BY_SIDE
-    )
+    most = _LONGER_SIDE_BY_SIDE if are_many else _SIDE_BY_SIDE
+    return sizes.mean <= most and tiles >= _LEAST_SIDE_BY_SIDE and _are_side_by_side(problem, sizes)
+
+
+def _are_side_by_side(problem: Problem, sizes: Sizes) -> bool:
+    is_causal = (sizes.window_left, sizes.window_right) == (-1, 0) and not sizes.has_softcap
+    is_plain = problem.block_table is problem.cache_seqlens is None
+    return sizes.is_varlen and sizes.is_prompt and is_causal and is_plain
 
 
 def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
@@ -225,14 +224,15 @@ def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
         is_few = seqlen_q <= (_FEW_ROWS_FULL if is_full or is_narrow else _FEW_ROWS_MOST)
         if sizes.has_softcap:
             return is_few and seqlen_q > _ROWS and left < 0
-        return is_few and not is_narrow and not is_short_causal(sizes)
+        is_long = is_full and seqlen_q > 2 * _ROWS  # shorter ones are not forward_sm90's
+        return is_few and (is_long if is_narrow else not is_short_causal(sizes))
     prompt = prompt_of(problem, sizes.num_heads, *problem.window)
     if left >= 0 or seqlen_q > _FEW_ROWS_MOST or prompt is None:
         return False
     are_half_empty = _ROWS < seqlen_q <= _MORE_ROWS  # two tiles of 128
     if not sizes.has_softcap:
         is_better = is_full and not is_narrow and group > 1 and are_half_empty
-        return is_better and rounds <= _CAPPED_ROUNDS
+        return is_better and rounds <= _SHARED_ROUNDS
     if is_narrow:
         return heads > 1 and seqlen_q <= _FEW_ROWS_SHARED
     if group == 1 and seqlen_q <= _ROWS:
@@ -254,7 +254,8 @@ def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
 
 def short_blocks(sizes: Sizes, tile: PackedTile) -> int:
     """Blocks of keys of the longest of tiles in turn, up to which they run as they come."""
-    return _SHORT_BLOCKS * (tile.places if sizes.is_varlen and sizes.is_prompt else 1)
+    is_ragged = sizes.is_varlen and sizes.is_prompt
+    return _SHORT_BLOCKS * (tile.places if is_ragged else 1) - (is_ragged and tile.width > 192)
 
 
 def short_causal_us(
@@ -281,16 +282,21 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
     tiles of 64 rows those side by side, too."""
     if tile.block_m == _FEW_ROWS:
         return is_side_by_side(problem, sizes) or wants_few_rows(problem, sizes)
-    if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
-        return False
     seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
     rounds = tiles * sizes.batch_size * sizes.num_heads / device_of(problem.q.device).num_sms
+    if tile.width > _MORE_ROWS and sizes.num_heads > sizes.num_kv_heads and rounds > _MANY_PACKED:
+        return sizes.mean <= _FEW_ROWS and _are_side_by_side(problem, sizes)
+    if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
+        return False
     if sizes.window_left >= 0:
         return tile.width == 64 and problem.softcap == 0 and rounds <= 1
     is_half_empty = _MORE_ROWS < seqlen_q <= 2 * _ROWS
     is_full, is_one = problem.softcap == 0 and sizes.window_right < 0, seqlen_q <= _ROWS
-    if sizes.num_heads != sizes.num_kv_heads or tile.width > 128:
+    if sizes.num_heads != sizes.num_kv_heads or tile.width > _MORE_ROWS:
         return False
+    if tile.width > 128:  # one tile a head, whose queries and keys stay in the L2
+        is_long = _LONG_WIDE < seqlen_q <= _ROWS and sizes.window_right == 0
+        return is_long and problem.q.shape[-1] == problem.v.shape[-1] and rounds >= _MANY_WIDE
     if tile.width == 128:  # they are drawn
         return is_full and _LONG_ONE < seqlen_q <= _ROWS and rounds >= _MANY_DRAWN
     if tile.width == 64:  # those of 192 rows are half empty
@@ -313,7 +319,7 @@ _L2_BYTES = 18 << 20
 _GROUP_QUERIES, _MANY_GROUPS = 264 * 128, 5
 # Of short prompts of wide heads (columns of k and v), from so many tiles on, queries and output
 # count too, and a tile for every other multiprocessor is enough. Of narrow ones half of the bytes
-# are better where tiles are many.
+# are better where tiles are many, and of wide ones that are alone.
 _MANY_TILES = 8 * 132
 # Sequences that are alike: Order::kMostAlike, and bytes that tiles of theirs, which do not run side
 # by side, may read again.
@@ -350,7 +356,8 @@ def heads_a_group(problem: Problem, seqlen_k: int) -> int:
     if is_short and is_half and head_dims <= 2 * _NARROW and num_pairs * tiles > _MANY_TILES:
         l2_bytes //= 2
     if is_wide and is_short and num_pairs * tiles >= _SOME_TILES:
-        l2_bytes, least = _MORE_L2_BYTES, -(-_FEW_TILES // tiles)
+        is_alone = group == 1 and problem.softcap == 0
+        l2_bytes, least = _MORE_L2_BYTES >> is_alone, -(-_FEW_TILES // tiles)
         pair_bytes += group * seqlen_q * head_dims * problem.q.element_size()
     if not problem.has_lengths and seqlen_k >= 2 * seqlen_q:  # tiles are alike
         least = 2
@@ -380,7 +387,7 @@ def pairs_together(
     is_one, is_open = keys <= _ROWS, sizes.window_left < 0
     is_full = sizes.window_right < 0 and is_open and not sizes.has_softcap
     is_long = is_full and is_one and sizes.seqlen_q > _LONG_ONE and 64 < tile.width <= _NARROW
-    if is_long and is_surely_in_turn(problem, tile, sizes):
+    if (is_long or tile.width == _MORE_ROWS) and is_surely_in_turn(problem, tile, sizes):
         return max(2, heads_a_group(problem, sizes.seqlen_k) // group)
     if problem.has_lengths or sizes.window_right < 0 or not (sizes.is_prompt and is_open):
         return 1

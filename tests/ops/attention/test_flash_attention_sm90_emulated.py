@@ -44,7 +44,7 @@ def test_drawn(blocks: list[int], monkeypatch: pytest.MonkeyPatch, index: int) -
     assert blocks
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_many_tiles_without_keys(
     blocks: list[int], monkeypatch: pytest.MonkeyPatch, head_dim: int
 ) -> None:

@@ -192,6 +192,11 @@ def test_who_has_tiles_of_few_rows() -> None:
     assert wants_few(1, 199, (4, 4), 96)  # 8.2, 6.9
     assert wants_few(5, 139, (8, 8), 104, right=-1)  # 10.5, 8.6
     assert wants_few(46, 134, (5, 1), right=-1)  # 19.8, 16.3
+    assert wants_few(64, 129, (12, 4), right=-1)  # 42.3, 38.4
+    assert not wants_few(109, 161, (14, 2), right=-1)  # 73.3, 74.1
+    assert wants_few(2, 437, (8, 8), 64, right=-1)  # 11.3, 10.0
+    assert wants_few(1, 272, (6, 6), 64, left=64, right=64)  # 10.4, 7.9
+    assert not wants_few(3, 605, (2, 2), 40, right=-1)  # 11.3, 11.8
     assert not wants_few(5, 715, (2, 2), 104, right=-1)  # 14.6, 15.1
     assert not wants_few(24, 192, (8, 8), 88, right=-1)  # 17.7, 23.2
     assert wants_few(148, 161, (32, 8), left=64)  # 254, 181
@@ -206,21 +211,82 @@ def test_who_has_tiles_of_few_rows() -> None:
     assert not wants_few(121, 320, (8, 8), 104, right=-1, softcap=50.0)  # 167, 203
 
 
-def test_who_sees_little() -> None:
-    """us on an H200: Hopper's kernels, the portable ones."""
-    for few, (batch_size, seqlen, heads, head_dim), left, right in (
-        (True, (2, 2561, 2, 192), 64, 0),  # 14.6, 11.7
-        (True, (1, 1028, 16, 192), 64, 64),  # 22.2, 18.0
-        (False, (6, 301, 4, 160), 127, 127),  # 13.1, 18.6
-        (False, (64, 833, 8, 192), 127, 0),  # 228, 295
-    ):
-        problem = prompts(batch_size, seqlen, (heads, heads), head_dim)
-        with pretend(PlannedGpu((9, 0), 132)):
-            found = SM90.is_short(problem._replace(window_left=left, window_right=right))
-        assert found == few
-    step = prompts(16, 4096, (8, 2), 192)._replace(window_left=64)
+def is_short(problem: Problem) -> bool:
     with pretend(PlannedGpu((9, 0), 132)):
-        assert not SM90.is_short(step._replace(q=step.q[:, :1], max_seqlen_q=1))
+        return bool(SM90.is_short(problem))
+
+
+def test_who_takes_short_prompts() -> None:
+    """us on an H200: Hopper's kernels, the portable ones."""
+    for few, of, left, right in (
+        (False, (1, 1028, (16, 16), 192), 64, 0),
+        (False, (3, 73, (2, 2), 192), -1, 0),  # 6.6, 7.3
+        (False, (19, 257, (6, 6), 64), -1, -1),  # 16.1, 20.9: two rounds of the portable ones
+        (False, (64, 320, (1, 1), 40), -1, -1),  # 11.1, 12.9
+        (True, (5, 320, (16, 16), 64), -1, -1),  # 15.2, 12.9
+        (True, (7, 289, (4, 4), 40), -1, -1),  # 10.3, 9.4
+        (True, (96, 230, (1, 1), 40), -1, -1),  # 14.3, 11.3
+        (False, (243, 192, (12, 12), 64), 64, 64),  # 114, 155
+        (True, (49, 192, (3, 3), 64), 64, 64),  # 15.4, 14.4
+        (True, (113, 245, (1, 1), 40), 64, 64),  # 16.0, 10.5
+    ):
+        problem = prompts(*of)._replace(window_left=left, window_right=right)
+        assert is_short(problem) == few, (of, left, right)
+
+
+def side_by_side(
+    batch_size: int, total: int, longest: int, heads: tuple[int, int], head_dim: int
+) -> Problem:
+    table = torch.empty(batch_size + 1, dtype=torch.int32, device="meta")
+    q, k = (
+        torch.empty(total, n, head_dim, dtype=torch.bfloat16, device="meta") for n in heads
+    )  # fmt: skip
+    tables = {"cu_seqlens_q": table, "cu_seqlens_k": table}
+    return Problem(q, k, k, batch_size, longest, longest, 0.1, -1, 0, **tables)
+
+
+def test_wide_heads_side_by_side() -> None:
+    """Of many rounds, with a second tile here and there. us on an H200: portable, ours."""
+    packed = side_by_side(128, 8090, 256, (16, 8), 256)
+    for few, problem in (
+        (False, packed),  # 104.5, 78.4
+        (False, side_by_side(128, 6430, 208, (16, 16), 192)),  # 115.9, 88.2
+        (False, side_by_side(96, 5900, 204, (32, 32), 224)),  # 166, 154
+        (True, side_by_side(128, 5504, 157, (32, 32), 224)),  # 152, 170
+        (True, side_by_side(128, 6093, 188, (16, 16), 224)),  # 89.0, 95.1
+        (True, side_by_side(128, 6430, 224, (2, 2), 160)),  # 16.7, 19.4
+        (True, side_by_side(128, 4430, 121, (16, 16), 224)),  # 66.6, 78.9
+    ):
+        assert is_short(problem) == few
+    with pretend(PlannedGpu((9, 0), 132)):
+        found = SPLIT.best_way(packed, 128)
+        tile, sizes = PackedTile(256, 128, 80), sizes_of(packed)[0]
+        assert not found.is_cut and found.us == 0.0  # whole 98.6
+        assert COSTS.short_blocks(sizes, tile) < COSTS.short_blocks(sizes, tile._replace(width=192))
+
+
+def test_one_tile_of_wide_heads() -> None:
+    """us on an H200: in turn, whole."""
+    for batch_size, seqlen, heads, is_better in (
+        (256, 103, 16, True),  # 157.4, 169.4
+        (606, 81, 4, False),
+        (64, 94, 8, False),
+        (386, 132, 16, False),
+    ):
+        problem = prompts(batch_size, seqlen, (heads, heads), 192)
+        tile = PackedTile(192, 128, 112)
+        with pretend(PlannedGpu((9, 0), 132)):
+            sizes = sizes_of(problem)[0]
+            assert COSTS.is_surely_in_turn(problem, tile, sizes) == is_better
+            narrow = problem._replace(v=problem.v[..., :128])  # who have a kernel of their own
+            assert not COSTS.is_surely_in_turn(narrow, tile, sizes)
+    assert together(prompts(256, 103, (16, 16), 192), 112, 31.0, 192) > 1
+
+
+def test_blocks_of_wide_heads() -> None:
+    """Of 64 keys with masks: 128 rows and a window of 64 keys are three of them."""
+    sizes = {x.mask: x.stated.sizes["block_n"] for x in SM90.BODIES if x.mean_width == 192}
+    assert sizes == {"full": 112, "causal": 64, "window": 64}
 
 
 def test_two_rounds_are_dealt() -> None:
