@@ -76,8 +76,8 @@ def _vec_shape(
 
     groups: heads of a token that a warp has side by side, other tokens' beside them where these are
     fewer than it has room for; rounds: one after another. Chosen by warps, of which a last wave is
-    not full, and what each does: rounds, and the setup before, which weighs as much as one. Measured
-    on an H200 (docs/notes/append_kv.md).
+    not full, and what each does: rounds, and the setup before, which weighs as much as one.
+    Measured on an H200 (docs/notes/append_kv.md).
     """
     width = max(_SLOTS, 1 << (-(-head_dim // 8) - 1).bit_length())
     most = max(1, 32 // width)
