@@ -11,6 +11,7 @@
 // The same bits for a head whatever the launch's shape: they sum in one order.
 #pragma once
 
+#include "kernel_hub/access_8.cuh"
 #include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/kv_place.cuh"

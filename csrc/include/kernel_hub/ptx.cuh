@@ -23,17 +23,6 @@ __device__ __forceinline__ void st_global(void* address, uint4 bits) {
                  : "memory");
 }
 
-// The same of 8 bytes.
-__device__ __forceinline__ uint2 ld_global_8(const void* address) {
-    uint2 bits;
-    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(bits.x), "=r"(bits.y) : "l"(address));
-    return bits;
-}
-__device__ __forceinline__ void st_global_8(void* address, uint2 bits) {
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(bits.x), "r"(bits.y)
-                 : "memory");
-}
-
 // Has the L2 fetch the line of an address.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -18,18 +18,6 @@ inline void st_global(void* address, uint4 bits) {
     __builtin_memcpy(address, &bits, sizeof(bits));
 }
 
-inline uint2 ld_global_8(const void* address) {
-    emulator::check_aligned<8>(address);
-    uint2 bits;
-    __builtin_memcpy(&bits, address, sizeof(bits));
-    return bits;
-}
-
-inline void st_global_8(void* address, uint2 bits) {
-    emulator::check_aligned<8>(address);
-    __builtin_memcpy(address, &bits, sizeof(bits));
-}
-
 inline void red_add(float* address, float value) {
     *address += value;
 }
