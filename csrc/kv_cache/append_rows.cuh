@@ -19,6 +19,31 @@ struct Rows {
     }
 };
 
+// Bytes or 16-bit or 32-bit elements of a cache: strides count elements.
+struct CacheRows {
+    void* data;
+    int64_t page_stride, row_stride, head_stride;
+};
+
+// What an append is given.
+template <typename T>
+struct AppendArgs {
+    Rows<T*> out_q, out_k;
+    CacheRows k_cache, v_cache;
+    Rows<const T*> q, k, v;
+    const void* cos;  // (max_position, rotary_dim / 2), fp32 or T; null: rotary_dim is 0
+    const void* sin;
+    const float* k_scale;       // (num_kv_heads,), or null
+    const float* v_scale;       // same
+    const void* q_norm_weight;  // (head_dim,), fp32 or T; null: not normed
+    const void* k_norm_weight;  // same
+    Routing routing;
+    int64_t table_stride;
+    int num_tokens, seqlen, num_heads, num_kv_heads, head_dim, rotary_dim, max_position, q_threads;
+    int num_rounds, is_interleaved, is_table32, is_weight32, is_e4m3;
+    float eps, weight_offset;
+};
+
 // What appends are told of their rows and of where these go, as parameters of a kernel.
 // clang-format off: it would give each of them a line.
 #define APPEND_LAYOUT                                                                              \
@@ -66,9 +91,9 @@ struct HeadsOfThread {
 };
 
 // Where the token is, or nowhere; is_live: whether anything of it is to be written.
-template <typename Args>
-__device__ __forceinline__ Place find_token(const Args& args, const HeadsOfThread& heads,
-                                            bool& is_live, bool& is_known) {
+template <typename Args, typename Heads>
+__device__ __forceinline__ Place find_token(const Args& args, const Heads& heads, bool& is_live,
+                                            bool& is_known) {
     Place place;
     place.is_inside = place.is_stored = place.is_odd = false;
     place.page = place.row = 0;
@@ -86,8 +111,8 @@ __device__ __forceinline__ Place find_token(const Args& args, const HeadsOfThrea
 }
 
 // At the end, where no load waits for the tables.
-template <typename Args>
-__device__ __forceinline__ void report_token(const Args& args, const HeadsOfThread& heads,
+template <typename Args, typename Heads>
+__device__ __forceinline__ void report_token(const Args& args, const Heads& heads,
                                              const Place& place, bool is_live, bool is_known) {
     const bool is_missing = is_live && !heads.is_query && !place.is_stored;
     const bool is_unknown = is_live && !is_known;

@@ -236,29 +236,13 @@ def test_rope(chosen: set[str]) -> None:
 
 def test_append_kv(chosen: set[str]) -> None:
     e4m3 = torch.float8_e4m3fn
-    for dtype, quantised, table32, layout, head_dim in itertools.product(
-        DTYPES, [False, True], [False, True], ["plain", "half", "interleaved"], [64, 18]
-    ):
-        k = meta(2, 5, 4, head_dim, dtype=dtype)
-        cache = meta(2, 9, 4, head_dim, dtype=e4m3 if quantised else dtype)
-        table, rotary_dim = None, 0
-        if layout != "plain":
-            table = meta(9, head_dim // 2, dtype=torch.float32 if table32 else dtype)
-            rotary_dim = head_dim
-        given = (k, k, cache, cache, *[None] * 5, table, table, None, layout == "interleaved")
-        arguments = AppendGiven(*given, rotary_dim, *[None] * 4)
-        module("kv_cache.append_plan").launch_of(arguments, True)
-    scalar = {f"append_kv_normed_{name}_scalar" for name in ("fp16", "bf16", "fp32")}
-    assert chosen == exported("append_kv") | scalar
-
-
-def test_append_kv_normed(chosen: set[str]) -> None:
-    for dtype, head_dim in itertools.product(DTYPES, [64, 18]):
+    for dtype, quantised, head_dim in itertools.product(DTYPES, [False, True], [64, 18]):
         k, weight = meta(2, 5, 4, head_dim, dtype=dtype), meta(head_dim, dtype=dtype)
-        cache = meta(2, 9, 4, head_dim, dtype=dtype)
-        arguments = AppendGiven(k, k, cache, cache, *[None] * 8, False, 0, *[None] * 5, weight)
-        module("kv_cache.append_plan").launch_of(arguments, True)
-    assert chosen == exported("append_kv_normed")
+        cache = meta(2, 9, 4, head_dim, dtype=e4m3 if quantised else dtype)
+        for interleaved, norm in itertools.product([False, True], [None, weight]):
+            given = (k, k, cache, cache, *[None] * 8, interleaved, 0, *[None] * 5, norm)
+            module("kv_cache.append_plan").launch_of(AppendGiven(*given), True)
+    assert chosen == exported("append_kv")
 
 
 def test_append_kv_quantised(chosen: set[str]) -> None:

@@ -1,5 +1,5 @@
 """Append of new keys and values to a KV cache, normed and rotated on the way
-(csrc/kv_cache/append_kv.cu, append_kv_normed.cu)."""
+(csrc/kv_cache/append_kv.cu, append_kv_quantised.cu)."""
 
 from __future__ import annotations
 
@@ -153,7 +153,9 @@ def _met(given: AppendGiven, plan: AppendPlan, addresses: tuple[int, ...]) -> tu
     """The launch at addresses that are new to the plan: a bare tuple, quicker to unpack."""
     plan.spans.refuse(addresses)
     low_bits = 0
-    for tensor in (given.out_q, given.out_k, given.k, given.v, given.q, given.cos, given.sin):
+    read = (given.k, given.v, given.q, given.cos, given.sin)
+    weights = (given.q_norm_weight, given.k_norm_weight)
+    for tensor in (given.out_q, given.out_k, *read, *weights):
         if tensor is not None:
             low_bits |= tensor.data_ptr()
     # A cache takes as many elements at a time as k, in perhaps fewer bytes.

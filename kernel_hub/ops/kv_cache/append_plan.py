@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from typing import Any
 
 import torch
@@ -14,39 +14,10 @@ from ..core.launch import Launch
 from .append_checks import AppendGiven
 
 _MAX_THREADS = 256  # of a block
+_VEC_THREADS, _SLOTS = 64, 4  # of a block of vectors, and the heads of a thread at a time
+_VEC_SIZE = 512  # the largest head that vectors take
+_WARPS = 2800  # as many a GPU has at once
 _SCALED_THREADS, _SCALED_TOKENS = 96, 768  # the same of more tokens, into int8 or of found scales
-
-
-def _choose(width: int, num_heads: int, num_kv_heads: int, tokens: int) -> tuple[int, int, int]:
-    """(query threads, key-and-value threads, tokens) of a block, a head taking `width` of each.
-
-    Measured on an H200 (docs/notes/append_kv.md).
-    """
-    pairs = -(-num_heads // 2) + num_kv_heads
-    room = max(1, _MAX_THREADS // width)
-    rounds = max(1 if tokens <= 512 else 2, -(-pairs // room))
-    q_threads, kv_threads = -(-num_heads // (2 * rounds)), -(-num_kv_heads // rounds)
-    if q_threads + kv_threads > room:
-        q_threads, kv_threads = (room - 1, 1) if num_heads else (0, room)
-    block_tokens = 1 if tokens <= 512 else 96 // (width * (q_threads + kv_threads))
-    chosen = q_threads, kv_threads, min(max(1, block_tokens), 64)
-    lanes = 32 * -(-width * (q_threads + kv_threads) * chosen[2] // 32)
-    if tokens > 512 and rounds == 2 and 5 * pairs * width * chosen[2] < 4 * rounds * lanes:
-        return _choose_whole(width, num_heads, num_kv_heads) or chosen
-    return chosen
-
-
-def _choose_whole(width: int, num_heads: int, num_kv_heads: int) -> tuple[int, int, int] | None:
-    """Likewise, of at most five whole warps in which few threads have nothing; the most that do."""
-    pairs, best = -(-num_heads // 2) + num_kv_heads, (0.8, 0, 0, 0)
-    for rounds in (2, 3, 4):
-        q_threads, kv_threads = -(-num_heads // (2 * rounds)), -(-num_kv_heads // rounds)
-        threads = width * (q_threads + kv_threads)
-        tokens = 32 // math.gcd(32, threads)
-        found = (pairs / (rounds * (q_threads + kv_threads)), q_threads, kv_threads, tokens)
-        if tokens * threads <= 160 and found[0] > best[0]:
-            best = found
-    return best[1:] if best[1] + best[2] else None
 
 
 def _strides(tensor: Any) -> tuple[int, int, int]:
@@ -55,26 +26,6 @@ def _strides(tensor: Any) -> tuple[int, int, int]:
         return 0, 0, 0
     outer = tensor.stride(0) if tensor.dim() == 4 else 0
     return outer, tensor.stride(-3), tensor.stride(-2)
-
-
-def _choose_normed(
-    width: int, num_heads: int, num_kv_heads: int, tokens: int
-) -> tuple[int, int, int, int]:
-    """The same and the rounds that they make, of whole warps."""
-    q_threads, kv_threads, block_tokens = _choose(width, num_heads, num_kv_heads, tokens)
-    token_threads = width * (q_threads + kv_threads)
-    step = math.lcm(token_threads, 32) // token_threads
-    if block_tokens >= step:
-        block_tokens = block_tokens // step * step
-    else:
-        # More of them for keys and values, some without any.
-        kv_threads += -token_threads % 32 // width
-        block_tokens = max(1, min(block_tokens, 96 // (width * (q_threads + kv_threads))))
-    rounds = max(
-        -(-num_heads // (2 * q_threads)) if num_heads else 0,
-        -(-num_kv_heads // kv_threads) if num_kv_heads else 0,
-    )
-    return q_threads, kv_threads, block_tokens, rounds
 
 
 def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
@@ -89,62 +40,88 @@ def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
     heads = (num_heads, num_kv_heads, num_tokens)
     if given.is_scaled:
         return _scaled_launch(given, is_aligned, heads)
-    if given.is_normed:
-        return _normed_launch(given, is_aligned, heads)
-    cos, interleaved, rotary_dim = given.cos, given.interleaved, given.rotary_dim
     strides, sizes = _numbers(given)
-    elems = common.VEC_BYTES // k.element_size()
-    layout = "plain" if cos is None else "interleaved" if interleaved else "half"
-    unit = 2 * elems if layout == "half" else elems
-    aligned = (
+    name = f"append_kv_{common.DTYPE_TOKENS[k.dtype]}"
+    if _takes_fours(given, is_aligned, strides):
+        name += "_interleaved" if given.interleaved else "_half"
+        name += "_vec" if given.k_cache.dtype == k.dtype else "_to_e4m3_vec"
+        parts, grid, block = _vec_shape(head_dim, *heads)
+        rounds = 0
+    else:
+        name += "_scalar"
+        parts, rounds, grid, block = _scalar_shape(head_dim, *heads)
+    numbers: tuple[Any, ...] = (*strides, *sizes, parts, rounds, *_flags(given))
+    if not given.is_normed:  # the weights before them, eps and offset behind, which such calls lack
+        numbers = (None, None, *numbers, 0.0, 0.0)
+    options = device_of(k.device).following
+    return Launch(common.shipped("append_kv", name), grid, block, 0, numbers, options=options)
+
+
+def _takes_fours(given: AppendGiven, is_aligned: bool, strides: list[int]) -> bool:
+    """Whether lanes may take a head by fours, every pair of the rotation in one lane."""
+    head_dim, cos = given.k.shape[-1], given.cos
+    return (
         is_aligned
-        and head_dim % unit == rotary_dim % unit == 0
-        and head_dim // unit <= _MAX_THREADS // 2
-        and common.is_aligned(elems, *strides)
+        and head_dim <= _VEC_SIZE
+        and head_dim % 8 == given.rotary_dim % 8 == 0
+        and common.is_aligned(4, *strides)
+        and (cos is None or cos.stride(0) % 4 == 0)
     )
-    if cos is not None:
-        pairs_at_once = elems // 2 if interleaved else elems
-        table_elems = min(common.VEC_BYTES // cos.element_size(), pairs_at_once)
-        aligned = aligned and cos.stride(0) % table_elems == 0
-    if not aligned:
-        launch = _normed_launch(given, False, heads)
-        # No weights before them, no eps and offset behind: only a call that norms gives these.
-        whole: tuple[Any, ...] = (None, None, *launch.numbers, 0.0, 0.0)
-        return launch._replace(numbers=whole)
-    width = head_dim // unit
-    q_threads, kv_threads, block_tokens = _choose(width, *heads)
-    table = "" if cos is None or cos.dtype == k.dtype else "_table32"
-    cache = "" if given.k_cache.dtype == k.dtype else "_to_e4m3"
-    function = common.shipped(
-        "append_kv", f"append_kv_{common.DTYPE_TOKENS[k.dtype]}{table}_{layout}{cache}_vec"
-    )
-    grid = (-(-num_tokens // block_tokens), 1, 1)
-    block = (width, q_threads + kv_threads, block_tokens)
-    options = device_of(k.device).following
-    return Launch(function, grid, block, 0, (*strides, *sizes, q_threads), options=options)
 
 
-def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, int]) -> Launch:
-    """Of the kernels that norm: what others are variants for are parameters here.
+def _vec_shape(
+    head_dim: int, num_heads: int, num_kv_heads: int, tokens: int
+) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
+    """The parts of a token's queries, grid and block.
 
-    Their scalar ones also append heads that are not normed and that no vectors fit.
+    groups: heads of a token that a warp has side by side, other tokens' beside them where these are
+    fewer than it has room for; rounds: one after another. Chosen by warps, of which a last wave is
+    not full, and what each does: rounds, and the setup before, which weighs as much as one.
+    Measured on an H200 (docs/notes/append_kv.md).
     """
-    k, strides, sizes = given.k, *_numbers(given)
-    width, aligned = _parts_of(given, is_aligned, strides)
-    q_threads, kv_threads, block_tokens, rounds = _choose_normed(width, *heads)
-    variant = "vec" if aligned else "scalar"
-    name = f"append_kv_normed_{common.DTYPE_TOKENS[k.dtype]}_{variant}"
-    grid = (-(-heads[2] // block_tokens), 1, 1)
-    block = (width, q_threads + kv_threads, block_tokens)
-    numbers = (*strides, *sizes, q_threads, rounds, *_flags(given))
-    function = common.shipped("append_kv_normed", name)
-    options = device_of(k.device).following
-    shared_bytes = _shared_bytes(given, width, block_tokens) if aligned else 0
-    return Launch(function, grid, block, shared_bytes, numbers, options=options)
+    width = max(_SLOTS, 1 << (-(-head_dim // 8) - 1).bit_length())
+    most = max(1, 32 // width)
+
+    def parts_of(groups: int, rounds: int) -> tuple[int, int]:
+        at_once = _SLOTS * groups * rounds
+        return -(-num_heads // at_once), -(-num_kv_heads // (at_once // 2))
+
+    def cost(shape: tuple[int, int]) -> float:
+        groups, rounds = shape
+        parts = sum(parts_of(groups, rounds))
+        warps = max(tokens * groups * parts / most, _WARPS) + _WARPS
+        # A token's heads lie side by side in memory, those of several tokens do not.
+        weight = 1.1 if groups == 1 < most else 1.0
+        return weight * warps * (1.0 + sum(parts_of(groups, 1)) / parts)
+
+    sizes = [most >> i for i in range(most.bit_length())]
+    groups, rounds = min(itertools.product(sizes, (1, 2, 4)), key=cost)
+    block_tokens = max(1, _VEC_THREADS // (width * groups))
+    parts = parts_of(groups, rounds)
+    return parts[0], (-(-tokens // block_tokens), sum(parts), 1), (width, groups, block_tokens)
+
+
+def _scalar_shape(
+    head_dim: int, num_heads: int, num_kv_heads: int, tokens: int
+) -> tuple[int, int, tuple[int, int, int], tuple[int, int, int]]:
+    """Threads of queries, rounds, grid and block: whole warps, each with whole heads."""
+    width = min(32, 1 << (-(-head_dim // 2) - 1).bit_length())
+    room, step = _MAX_THREADS // width, 32 // width
+    pairs = -(-num_heads // 2) + num_kv_heads
+    rounds = -(-pairs // room)
+    q_threads, kv_threads = -(-num_heads // (2 * rounds)), -(-num_kv_heads // rounds)
+    if q_threads + kv_threads > room:
+        q_threads, kv_threads = (room - 1, 1) if num_heads else (0, room)
+    kv_threads += -(q_threads + kv_threads) % step
+    rounds = max(
+        -(-num_heads // (2 * q_threads)) if num_heads else 0,
+        -(-num_kv_heads // kv_threads) if num_kv_heads else 0,
+    )
+    return q_threads, rounds, (tokens, 1, 1), (width, q_threads + kv_threads, 1)
 
 
 def _parts_of(given: AppendGiven, is_aligned: bool, strides: list[int]) -> tuple[int, bool]:
-    """Threads of a head that is normed, and whether they take two vectors each of it."""
+    """Threads of a head into int8 or of found scales, and whether by two vectors each of it."""
     k, cos, rotary_dim, interleaved = given.k, given.cos, given.rotary_dim, given.interleaved
     head_dim = k.shape[-1]
     elems = common.VEC_BYTES // k.element_size()

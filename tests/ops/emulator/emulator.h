@@ -125,8 +125,9 @@ class FaultHandler {
     struct sigaction before_[2];
 };
 
+template <int kBytes = 16>
 inline void check_aligned(const void* address) {
-    if (reinterpret_cast<uintptr_t>(address) % 16) error = kMisaligned;
+    if (reinterpret_cast<uintptr_t>(address) % kBytes) error = kMisaligned;
 }
 
 // The block that runs, in its cluster.

@@ -214,15 +214,11 @@ def test_free_strides(way: Way, mode: str) -> None:
         call.check()
 
 
-@pytest.mark.parametrize("chosen", [(1, 1, 1), (2, 1, 3), (3, 2, 1), (1, 2, 5)], ids=str)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_more_heads_than_threads(
-    way: Way, layout: str, chosen: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As with many tokens, whose threads take several pairs of heads one after another.
-    monkeypatch.setattr(importlib.import_module("kernel_hub.ops.kv_cache.append_plan"), "_choose",
-                        lambda *sizes: chosen)  # fmt: skip
-    for mode, heads, cache in itertools.product(("no past", "paged"), (8, 5), (None, E4M3)):
+def test_many_tokens(way: Way, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose threads take heads round after round, and whose warps have several of them."""
+    monkeypatch.setattr(importlib.import_module("kernel_hub.ops.kv_cache.append_plan"), "_WARPS", 0)
+    for mode, heads, cache in itertools.product(("no past", "paged"), (24, 5), (None, E4M3)):
         call = Append(way, mode, shape=(heads, 4, 64, 32), layout=layout, cache=cache)
         call.run()
         call.check()

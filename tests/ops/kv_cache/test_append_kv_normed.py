@@ -57,9 +57,11 @@ def test_by_lot(way: Way, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any heads, and the launch shapes of any number of tokens."""
     lot = random.Random(number)
     module = importlib.import_module("kernel_hub.ops.kv_cache.append_plan")
-    choose, tokens = module._choose, lot.choice((1, 400, 10**4))
-    monkeypatch.setattr(module, "_choose", lambda *sizes: choose(*sizes[:3], tokens))
-    dtype, head_dim = lot.choice(DTYPES), lot.choice((8, 16, 24, 32, 64, 72, 96, 128, 192, 256))
+    monkeypatch.setattr(module, "_WARPS", lot.choice((0, module._WARPS)))
+    dtype, head_dim = (
+        lot.choice(DTYPES),
+        lot.choice((8, 16, 24, 32, 64, 72, 96, 128, 192, 256, 512)),
+    )
     shape = (lot.randint(1, 9), lot.randint(1, 5), head_dim, 2 * lot.randint(0, head_dim // 2))
     if lot.random() < 0.5:
         shape = (*shape[:3], shape[3] // 16 * 16)
