@@ -90,7 +90,7 @@ class Body:
 
 _MASKS = ("full", "causal", "window")
 _CAPPED = "_capped"
-_ROWS192 = "_rows192"
+_ROWS192, _MORE_ROWS_WIDTHS = "_rows192", (96, 112)
 # The first that holds a problem is its own; docs/notes/flash_attention_sm90.md says why these.
 BODIES = (
     Body("causal", 64, "_short", longest=1280),
@@ -102,6 +102,7 @@ BODIES = (
     Body("window", 96),  # of fp16 without softcap
     Body("window", 112, _ROWS192),
     *(Body(mask, 128) for mask in _MASKS),
+    Body("window", 160, _CAPPED),  # of bf16
     *(Body(mask, 192, own_head_dim_v=128) for mask in ("full", "causal")),
     *(Body(mask, width) for width in (192, 256) for mask in _MASKS),
 )
@@ -128,7 +129,7 @@ def _choose(problem: Problem) -> Body | None:
             and problem.seqlens[0] <= body.longest
             and not (problem.batch_invariant and body.longest < BODIES[-1].longest)
             and (body.suffix != _CAPPED or is_capped)
-            and (body.head_dim == _NARROWEST or not body.suffix or body is larger)
+            and (body is larger or not (body.suffix and body.head_dim in _MORE_ROWS_WIDTHS))
             and (problem.softcap == 0 or is_capped or (body.mask, body.head_dim) != ("window", 96))
         ):
             return body

@@ -230,8 +230,10 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
     rounds = tiles * sizes.batch_size * sizes.num_heads / device_of(problem.q.device).num_sms
     if sizes.window_left >= 0:
         return tile.width == 64 and problem.softcap == 0 and rounds <= 1
-    if problem.widest_head > _MORE_ROWS and problem.softcap != 0:  # one block of keys, for two of 64
-        return _NARROWEST < sizes.seqlen_k <= tile.block_n and rounds > 1
+    if problem.widest_head > _MORE_ROWS and problem.softcap != 0:  # blocks of 80 keys, for 64
+        is_packed = sizes.num_heads > sizes.num_kv_heads and sizes.window_right == 0
+        is_fewer = seqlen_q <= tile.block_n or (is_packed and _ROWS < seqlen_q <= 2 * tile.block_n)
+        return _NARROWEST < seqlen_q == sizes.seqlen_k and is_fewer and rounds > 1
     is_half_empty = _MORE_ROWS < seqlen_q <= 2 * _ROWS
     is_full, is_one = problem.softcap == 0 and sizes.window_right < 0, seqlen_q <= _ROWS
     if sizes.num_heads != sizes.num_kv_heads or tile.width > 128:

@@ -117,7 +117,7 @@ def test_sequences_that_are_alike(
     assert blocks == [5]
 
 
-@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("head_dim", [96, 128, 160])
 @pytest.mark.parametrize("softcap", [0.3, 3.0, 20.0])
 def test_softcap(
     blocks: list[int], monkeypatch: pytest.MonkeyPatch, softcap: float, head_dim: int
@@ -155,7 +155,7 @@ def test_softcap_beside_large_scores(
     assert len(blocks) == 2
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
 def test_softcap_in_every_turn(
     blocks: list[int], monkeypatch: pytest.MonkeyPatch, head_dim: int
 ) -> None:

@@ -158,6 +158,24 @@ def test_which_pairs_run_together_in_turn() -> None:
     assert together(prompts(6, 651, (8, 1), 256), 720, 1.9, 256) == 3
 
 
+def test_blocks_of_80_keys_are_surely_fewer() -> None:
+    """us on an H200: whole tiles with blocks of 64 keys, in turn."""
+
+    def is_sure(
+        batch_size: int, seqlen: int, heads: tuple[int, int], softcap: float = 50.0
+    ) -> bool:
+        problem = prompts(batch_size, seqlen, heads, 256)._replace(softcap=softcap)
+        with pretend(PlannedGpu((9, 0), 132)):
+            tile = PackedTile(256, 128, 80)
+            return bool(COSTS.is_surely_in_turn(problem, tile, sizes_of(problem)[0]))
+
+    assert is_sure(64, 71, (16, 8))  # 59.8, 51.3
+    assert is_sure(64, 137, (2, 1))  # 28.2, 25.1
+    assert not is_sure(64, 137, (2, 1), 0.0) and not is_sure(70, 133, (1, 1))  # -; 22.3, 23.8
+    assert not is_sure(2, 74, (8, 4))  # 9.1, 10.0
+    assert not is_sure(64, 110, (4, 2))  # 24.4, 25.0
+
+
 def test_sequences_that_are_alike_run_together() -> None:
     """Where lengths are on the device: in groups about alike, of what the L2 holds."""
     table = torch.empty(18, dtype=torch.int32, device="meta")
