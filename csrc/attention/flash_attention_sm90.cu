@@ -30,7 +30,7 @@
 //   ..._causal_short                              the same in tiles for short sequences
 //   ..._window                                    both sides, each of them may be open;
 //                                                 softcap, but for bf16_hdim64 and fp16_hdim96
-//   ..._bf16_hdim64_window_capped                with softcap alone
+//   ..._bf16_hdim64_window_capped, and of 96, 160 with softcap alone
 //   ..._window_rows192                            without it, in larger tiles: K and V are read by
 //                                                 fewer of them
 //   flash_attention_sm90_{dtype}_hdim{N}_v{M}_...   the same with fewer columns of v and out
@@ -98,5 +98,7 @@ namespace kernel_hub::attention::sm90 {
 EXPORT_HEAD_DIMS(fp16, __half, kMaybe, kNever)
 EXPORT_HEAD_DIMS(bf16, __nv_bfloat16, kNever, kMaybe)
 EXPORT_WINDOW(bf16, __nv_bfloat16, 64, window_capped, 3, 96, kAlways)
+EXPORT_WINDOW(bf16, __nv_bfloat16, 96, window_capped, 3, 80, kAlways)
+EXPORT_WINDOW(bf16, __nv_bfloat16, 160, window_capped, 2, 96, kAlways)
 
 }  // namespace kernel_hub::attention::sm90

@@ -15,6 +15,7 @@
 //   flash_attention_split_sm90_{dtype}_hdim{N}_causal   window_right only; 2^29: no mask
 //   ..._causal_rows192 (64, 96)                         the same in tiles of 192 rows
 //   ..._causal_rows64, ..._window_rows64 (128)          of 64, two blocks a multiprocessor
+//   ..._bf16_hdim64_window_rows64                       the same
 //   ..._window (64, 128, 256)                           both sides, either of them open; softcap
 //   flash_attention_split_sm90_{dtype}_merge            after each; grid and blocks of theirs
 //   flash_attention_split_sm90_{dtype}_merge_left       the same, where most tiles are written
@@ -114,5 +115,6 @@ namespace kernel_hub::attention::sm90 {
 
 EXPORT_HEAD_DIMS(fp16, __half)
 EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)
+EXPORT_SPLIT(bf16, __nv_bfloat16, 64, window_rows64, kWindow, 1, 64)
 
 }  // namespace kernel_hub::attention::sm90

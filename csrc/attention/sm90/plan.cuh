@@ -55,10 +55,11 @@ struct Config : Warpgroups<kConsumers_> {
     static constexpr bool kTrims =
         !kSplit && kMask == Mask::kCausal && (kConsumers > 2) == (kBlockN >= 128);
     // Whether registers are left to find small scores by bits.
-    static constexpr bool kFindsSmall = !kSplit && (kConsumers == 2 || kBlockN <= 96);
+    static constexpr bool kFindsSmall =
+        !kSplit && (kConsumers == 2 || (kBlockN <= 96 && kHeadDim <= 64));
     // Whether scores that are tiny are told from others in masked blocks, and in shares: of bf16.
     static constexpr bool kFindsTiny = std::is_same_v<T, __nv_bfloat16> && kHeadDim != 192 &&
-                                       (kSplit ? kHeadDim == 128 : kFindsSmall);
+                                       (!kSplit || kHeadDim == 128 || kConsumers == 1);
     static constexpr int kQPanelBytes = 64 * 128;
     static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one consumer
     // Split: the rows of all consumers lie together, as one copy brings them.

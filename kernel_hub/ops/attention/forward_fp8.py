@@ -19,6 +19,7 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch, nothing
 from .forward_sm90 import MAX_TILES, MAX_TOKENS, NUM_COUNTERS
+from .packed_tile import TileCost, prompt_of, prompt_us
 from .problem import (
     SCALES,
     Options,
@@ -29,7 +30,7 @@ from .problem import (
     strides_of,
     tensor_map,
 )
-from .tile_costs import TileCost, heads_a_group, prompt_of, prompt_us
+from .tile_costs import heads_a_group
 
 CUBIN = "flash_attention_fp8_sm90"
 # Tokens that share a scale where scales are given for blocks.
@@ -125,7 +126,7 @@ BODIES = (
 
 # Rounds of tiles of 128 rows, by the head_dim of the body that they are taken for.
 _FEW_ROUNDS = {64: 1, 96: 2}
-# A block of keys, and a tile's beginning and end (tile_costs.TileCost), by width and whether it is
+# A block of keys, and a tile's beginning and end (packed_tile.TileCost), by width and whether it is
 # for more keys; heads up to _NARROW may be better in kernels of that width.
 _COSTS = {
     (64, False): (1.20, 1.8), (64, True): (1.48, 2.0), (96, False): (1.36, 2.0),

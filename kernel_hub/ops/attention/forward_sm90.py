@@ -93,7 +93,7 @@ class Body:
 
 _MASKS = ("full", "causal", "window")
 _CAPPED = "_capped"
-_ROWS192 = "_rows192"
+_ROWS192, _MORE_ROWS_WIDTHS = "_rows192", (96, 112)
 # The first that holds a problem is its own; docs/notes/flash_attention_sm90.md says why these.
 BODIES = (
     Body("causal", 64, "_short", longest=1280),
@@ -101,9 +101,11 @@ BODIES = (
     *(Body(mask, 64) for mask in _MASKS),
     Body("causal", 96),
     Body("window", 96, _ROWS192),
+    Body("window", 96, _CAPPED),  # of bf16, of 192 rows
     Body("window", 96),  # of fp16 without softcap
     Body("window", 112, _ROWS192),
     *(Body(mask, 128) for mask in _MASKS),
+    Body("window", 160, _CAPPED),  # of bf16
     *(Body(mask, 192, own_head_dim_v=128) for mask in ("full", "causal")),
     *(Body(mask, width) for width in (192, 256) for mask in _MASKS),
 )
@@ -130,7 +132,7 @@ def _choose(problem: Problem) -> Body | None:
             and problem.seqlens[0] <= body.longest
             and not (problem.batch_invariant and body.longest < BODIES[-1].longest)
             and (body.suffix != _CAPPED or is_capped)
-            and (body.suffix != _ROWS192 or body is larger)
+            and (body is larger or not (body.suffix and body.head_dim in _MORE_ROWS_WIDTHS))
             and (problem.softcap == 0 or is_capped or (body.mask, body.head_dim) != ("window", 96))
         ):
             return body
@@ -138,13 +140,13 @@ def _choose(problem: Problem) -> Body | None:
 
 
 def _of_more_rows(problem: Problem) -> Body | None:
-    """The body of 192 rows for windows, full attention of 72 to 112 columns and causal of 104,
-    where it is better."""
+    """The body of 192 rows for windows, full attention of 72 to 112 columns, causal of 104 and what
+    has a softcap of 72 to 96, where it is better."""
     others = problem.block_table, problem.cache_seqlens
-    if problem.softcap != 0 or any(x is not None for x in others):
+    if any(x is not None for x in others):
         return None
-    width = wider_rows(problem)
-    return next((x for x in BODIES if x.suffix == _ROWS192 and x.head_dim == width), None)
+    width, suffix = wider_rows(problem), _CAPPED if problem.softcap != 0 else _ROWS192
+    return next((x for x in BODIES if x.suffix == suffix and x.head_dim == width), None)
 
 
 def _wants_few_rows(problem: Problem) -> bool:
@@ -193,7 +195,8 @@ def is_short(problem: Problem) -> bool:
     if problem.has_lengths:  # those of few heads alone that have no tile of 192 rows each
         is_alone = num_heads == problem.k.shape[-2] and max(problem.window) < 0
         return is_alone and problem.softcap == 0 and head_dim <= 64 and is_one_round
-    if problem.seqlens[0] < _FEW:
+    is_told = problem.softcap != 0 and problem.q.dtype == torch.bfloat16  # tiny scores
+    if problem.seqlens[0] < _FEW or (is_told and head_dim <= 64):
         return False
     if head_dim > 64:
         return _fills_little(problem, pairs / num_sms)

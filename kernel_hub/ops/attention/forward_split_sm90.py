@@ -88,7 +88,7 @@ class Way(NamedTuple):
 def bodies_of(problem: Problem) -> list[Body]:
     """The kernels for a problem: of one width, and that of few rows."""
     mask = "window" if problem.window[0] >= 0 or problem.softcap != 0 else "causal"
-    fitting = [x for x in BODIES if x.mask == mask and x.head_dim >= problem.widest_head]
+    fitting = [x for x in BODIES if x.mask == mask and x.takes(problem)]
     least = min(body.head_dim for body in fitting)
     is_few = least <= _FEW_ROWS_WIDTH and problem.batch_size > 0
     if is_few:
@@ -97,7 +97,8 @@ def bodies_of(problem: Problem) -> list[Body]:
         is_short = _is_short_causal(problem) or prompts.is_side_by_side(problem, sizes)
         is_few = (is_chunk and mask == "causal") or (least == _FEW_ROWS_WIDTH and is_short)
         is_few |= prompts.wants_few_rows(problem, sizes)
-    return [x for x in fitting if (is_few if x.has_few_rows else x.head_dim == least)]
+    own = [x for x in fitting if x.head_dim == least and not x.has_few_rows]
+    return own + [x for x in fitting if x.has_few_rows][:1] * is_few
 
 
 def can_take(problem: Problem) -> bool:
@@ -275,7 +276,7 @@ def plan(
     num_sms = device_of(q.device).num_sms
     team = 1
     least_blocks = costs.LEAST_BLOCKS
-    most_blocks = tile.blocks_at_once(num_sms)
+    most_blocks = tile.blocks_at_once(num_sms, is_cut or problem.softcap == 0)
     num_blocks = min(most_blocks, tiles)
     sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
     seen = costs.blocks_seen(sizes, tokens, block_n)

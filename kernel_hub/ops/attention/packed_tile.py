@@ -13,7 +13,7 @@ import torch
 
 from ..core import common
 from ..core.device import Stated, launch_facts
-from .problem import Sizes
+from .problem import Problem, Sizes
 
 CUBIN = "flash_attention_split_sm90"
 MAX_BLOCKS = 256  # merge.cuh holds two pieces of each of a tile's chunks
@@ -21,12 +21,13 @@ MAX_BLOCKS = 256  # merge.cuh holds two pieces of each of a tile's chunks
 # Of a multiprocessor, by width and rows, and how much more of its part a block of few rows does
 # where it has one alone.
 _FLOPS_A_US = {
-    (64, 128): 3.7e6, (64, 192): 4.3e6, (96, 128): 4.8e6, (96, 192): 5.4e6, (128, 64): 4.2e6,
-    (128, 128): 5.8e6, (192, 128): 6.5e6, (256, 128): 7.0e6,
+    (64, 64): 2.3e6, (64, 128): 3.7e6, (64, 192): 4.3e6, (96, 128): 4.8e6, (96, 192): 5.4e6,
+    (128, 64): 4.2e6, (128, 128): 5.8e6, (192, 128): 6.5e6, (256, 128): 7.0e6,
 }  # fmt: skip
 _ALONE = 1.72
 _FEW_ENDS, _FEW_IN_TURN = 0.72, 0.95
 _NEARLY = 1.04
+_NARROWEST = 64
 _FEW_ROWS, _PLACES = 64, 2  # rows of a tile of which a multiprocessor has so many
 # Pieces of 128 rows and columns, one from each multiprocessor, out, in again and merged.
 _PIECES_US = 2.9
@@ -45,6 +46,12 @@ class Body:
         """Whether two blocks run on a multiprocessor."""
         return self.suffix == "_rows64"
 
+    def takes(self, problem: Problem) -> bool:
+        """Whether it has the columns of a problem, and is of its dtype."""
+        is_capped = problem.softcap != 0 and problem.q.dtype == torch.bfloat16
+        is_there = is_capped or not self.has_few_rows or self.head_dim > _NARROWEST
+        return is_there and self.head_dim >= problem.widest_head
+
     @property
     def stated(self) -> Stated:
         """Threads, shared memory, block_m (rows) and block_n (keys) of a tile."""
@@ -60,6 +67,7 @@ BODIES = (
     *(Body("causal", width) for width in (64, 96, 128, 192, 256)),
     *(Body("causal", width, "_rows192") for width in (64, 96)),
     *(Body("window", width) for width in (64, 128, 256)),
+    Body("window", 64, "_rows64"),  # of bf16, for softcaps
     *(Body(mask, 128, "_rows64") for mask in ("causal", "window")),
 )
 
@@ -95,9 +103,10 @@ class PackedTile(NamedTuple):
         """How many blocks run on a multiprocessor."""
         return _PLACES if self.block_m == _FEW_ROWS else 1
 
-    def blocks_at_once(self, num_sms: int) -> int:
-        """How many run at once on so many of those."""
-        return min(MAX_BLOCKS, num_sms * self.places)
+    def blocks_at_once(self, num_sms: int, have_pieces: bool = True) -> int:
+        """How many run at once on so many of those; have_pieces: the merge numbers them."""
+        places = num_sms * self.places
+        return min(MAX_BLOCKS, places) if have_pieces else places
 
     @property
     def ends(self) -> float:
@@ -219,3 +228,84 @@ def _drawn_us(
                 idle[end] = idle.get(end, 0) + taken
                 left -= taken
     return max(idle)
+
+
+# Of whole prompts: a launch; rounds that are counted, and of one, that the last takes after more;
+# the same where tiles differ in their keys, the longest first; tiles of a sequence that are looked
+# at.
+_PROMPT_START_US, _MOST_COUNTED, _LATE = 3.5, 8, 0.4
+_APART, _LOOKED_AT = 0.35, 64
+
+
+class TileCost(NamedTuple):
+    """Of so many tokens over blocks of keys: a block takes unit_us, its beginning and end
+    begin_us; a launch of them start_us, and `late` of a mean tile where they differ in keys."""
+
+    tokens: int
+    block_n: int
+    unit_us: float
+    begin_us: float
+    start_us: float = _PROMPT_START_US
+    late: float = _APART
+
+
+class Prompt(NamedTuple):
+    """Heads of all sequences, of a length that is theirs or the mean; a window's bounds, -1: none;
+    causal: right is 0."""
+
+    heads: float
+    seqlen_q: int
+    seqlen_k: int
+    left: int
+    right: int
+    is_ragged: bool = False
+
+
+def prompt_of(problem: Problem, heads: int, left: int, right: int) -> Prompt | None:
+    """As the host knows it; None where there is nothing of it."""
+    tables = problem.cu_seqlens_q, problem.cu_seqlens_k
+    seqlen_q, seqlen_k = (
+        longest if table is None else min(longest, -(-total // max(1, problem.batch_size)))
+        for table, longest, total in zip(tables, problem.seqlens, problem.totals, strict=True)
+    )
+    if min(seqlen_q, seqlen_k, problem.q.numel()) == 0:
+        return None
+    is_ragged = tables[0] is not None and problem.batch_size > 1
+    return Prompt(problem.batch_size * heads, seqlen_q, seqlen_k, left, right, is_ragged)
+
+
+def rounds_of(prompt: Prompt, tokens: int, num_sms: int) -> float:
+    """Of tiles of so many tokens; sequences that differ end within one."""
+    tiles = -(-prompt.seqlen_q // tokens) + 0.5 * (prompt.is_ragged and prompt.seqlen_q > tokens)
+    return tiles * prompt.heads / num_sms
+
+
+def blocks_of(prompt: Prompt, tokens: int, block_n: int) -> tuple[float, int]:
+    """(the mean, the most) of the blocks of keys that tiles of so many tokens touch."""
+    seqlen_q, seqlen_k = prompt.seqlen_q, prompt.seqlen_k
+    # An odd step meets every place of a tile in a block of keys.
+    firsts = range(0, seqlen_q, tokens * (seqlen_q // tokens // _LOOKED_AT | 1))
+    seen, most = 0, 0
+    for first in firsts:
+        at = first + seqlen_k - seqlen_q  # the first query's own key
+        end, begin = seqlen_k, 0
+        if prompt.right >= 0:
+            end = min(seqlen_k, at + min(tokens, seqlen_q - first) + prompt.right)
+        if prompt.left >= 0:
+            begin = max(0, at - prompt.left)
+        blocks = max(0, -(-end // block_n) - begin // block_n)
+        seen, most = seen + blocks, max(most, blocks)
+    return seen / len(firsts), most
+
+
+def prompt_us(prompt: Prompt, tile: TileCost, num_sms: int) -> float:
+    """About how long it takes in such tiles."""
+    mean, most = blocks_of(prompt, tile.tokens, tile.block_n)
+    mean_us = tile.begin_us + mean * tile.unit_us
+    rounds = rounds_of(prompt, tile.tokens, num_sms)
+    if prompt.right == 0:
+        longest = tile.begin_us + most * tile.unit_us
+        us = longest if rounds <= 1 else max(longest, (rounds + tile.late) * mean_us)
+        return tile.start_us + us
+    rounds = math.ceil(rounds) if rounds <= _MOST_COUNTED else rounds + _LATE
+    return tile.start_us + rounds * mean_us

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from .packed_tile import PackedTile
+from .packed_tile import PackedTile, Prompt, blocks_of
 from .problem import Sizes, sizes_of
-from .tile_costs import Prompt, blocks_of, is_short_causal, short_causal_us
+from .tile_costs import is_short_causal, short_causal_us
 
 __all__ = [
     "COARSE_STEP", "LEAST_BLOCKS", "MOST_LONGER", "SLOTS", "STEP", "PackedTile", "Sizes",

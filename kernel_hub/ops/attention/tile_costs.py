@@ -7,16 +7,13 @@ Fitted to what drawn cases took on an H100 (docs/notes/flash_attention_sm90.md).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+
+import torch
 
 from ..core.device import device_of
-from .packed_tile import PackedTile
+from .packed_tile import PackedTile, Prompt, TileCost, prompt_of, prompt_us, rounds_of
 from .problem import Problem, Sizes
 
-_START_US = 3.5
-_MOST_COUNTED, _LATE = 8, 0.4  # rounds that are counted; of one, that the last takes after more
-_APART = 0.35  # the same where tiles differ in their keys, the longest first
-_LOOKED_AT = 64  # tiles of a sequence
 _NARROWEST, _ROWS, _MORE_ROWS = 64, 128, 192
 # Tokens of which tiles of both have two, up to which fewer rows may be better, and are where both
 # leave as many empty.
@@ -25,81 +22,6 @@ _MOST_TWO_TILES, _MOST_SHORT, _MOST_ALIKE_ROWS = 288, 1024, 320
 # many rounds on, causal ones of 192, and of 256 side by side.
 _LONG_ONE, _MANY_DRAWN, _LONG_WIDE, _MANY_WIDE, _MANY_PACKED = 104, 8, 88, 12, 6
 _RAGGED_ROUNDS = 2.4  # of tiles of sequences that differ, for larger ones to be better
-
-
-class TileCost(NamedTuple):
-    """Of so many tokens over blocks of keys: a block takes unit_us, its beginning and end
-    begin_us; a launch of them start_us, and `late` of a mean tile where they differ in keys."""
-
-    tokens: int
-    block_n: int
-    unit_us: float
-    begin_us: float
-    start_us: float = _START_US
-    late: float = _APART
-
-
-class Prompt(NamedTuple):
-    """Heads of all sequences, of a length that is theirs or the mean; a window's bounds, -1: none;
-    causal: right is 0."""
-
-    heads: float
-    seqlen_q: int
-    seqlen_k: int
-    left: int
-    right: int
-    is_ragged: bool = False
-
-
-def prompt_of(problem: Problem, heads: int, left: int, right: int) -> Prompt | None:
-    """As the host knows it; None where there is nothing of it."""
-    tables = problem.cu_seqlens_q, problem.cu_seqlens_k
-    seqlen_q, seqlen_k = (
-        longest if table is None else min(longest, -(-total // max(1, problem.batch_size)))
-        for table, longest, total in zip(tables, problem.seqlens, problem.totals, strict=True)
-    )
-    if min(seqlen_q, seqlen_k, problem.q.numel()) == 0:
-        return None
-    is_ragged = tables[0] is not None and problem.batch_size > 1
-    return Prompt(problem.batch_size * heads, seqlen_q, seqlen_k, left, right, is_ragged)
-
-
-def rounds_of(prompt: Prompt, tokens: int, num_sms: int) -> float:
-    """Of tiles of so many tokens; sequences that differ end within one."""
-    tiles = -(-prompt.seqlen_q // tokens) + 0.5 * (prompt.is_ragged and prompt.seqlen_q > tokens)
-    return tiles * prompt.heads / num_sms
-
-
-def blocks_of(prompt: Prompt, tokens: int, block_n: int) -> tuple[float, int]:
-    """(the mean, the most) of the blocks of keys that tiles of so many tokens touch."""
-    seqlen_q, seqlen_k = prompt.seqlen_q, prompt.seqlen_k
-    # An odd step meets every place of a tile in a block of keys.
-    firsts = range(0, seqlen_q, tokens * (seqlen_q // tokens // _LOOKED_AT | 1))
-    seen, most = 0, 0
-    for first in firsts:
-        at = first + seqlen_k - seqlen_q  # the first query's own key
-        end, begin = seqlen_k, 0
-        if prompt.right >= 0:
-            end = min(seqlen_k, at + min(tokens, seqlen_q - first) + prompt.right)
-        if prompt.left >= 0:
-            begin = max(0, at - prompt.left)
-        blocks = max(0, -(-end // block_n) - begin // block_n)
-        seen, most = seen + blocks, max(most, blocks)
-    return seen / len(firsts), most
-
-
-def prompt_us(prompt: Prompt, tile: TileCost, num_sms: int) -> float:
-    """About how long it takes in such tiles."""
-    mean, most = blocks_of(prompt, tile.tokens, tile.block_n)
-    mean_us = tile.begin_us + mean * tile.unit_us
-    rounds = rounds_of(prompt, tile.tokens, num_sms)
-    if prompt.right == 0:
-        longest = tile.begin_us + most * tile.unit_us
-        us = longest if rounds <= 1 else max(longest, (rounds + tile.late) * mean_us)
-        return tile.start_us + us
-    rounds = math.ceil(rounds) if rounds <= _MOST_COUNTED else rounds + _LATE
-    return tile.start_us + rounds * mean_us
-
 
 # Of 128 and of 192 rows, by the width of the larger and whether rows of heads are askew; how much
 # faster the larger must be.
@@ -114,9 +36,12 @@ _SURELY_CAUSAL, _SURELY_WINDOW = 0.87, 0.985  # of 112 columns; of others that a
 
 def wider_rows(problem: Problem) -> int:
     """Columns of the kernel with tiles of 192 rows, which knows windows, that is better for a
-    problem without softcap; 0: none. K and V are read less often, which counts where rows of heads
-    begin between the L2's sectors. Causal ones of up to 96 columns have a kernel of their own."""
+    problem; 0: none. K and V are read less often, which counts where rows of heads begin between
+    the L2's sectors. Causal ones of up to 96 columns have a kernel of their own."""
     head_dim, is_askew = problem.widest_head, problem.widest_head % 16 != 0
+    if problem.softcap != 0:
+        us = () if problem.batch_invariant else _capped_us(problem)
+        return 96 if len(us) > 2 and us[2] < us[1] else 0
     prompt = prompt_of(problem, problem.q.shape[-2], *problem.window)
     width = next((width for width in (96, 112) if _NARROWEST < head_dim <= width), 0)
     if not width or prompt is None or problem.batch_invariant:
@@ -157,19 +82,56 @@ _SIDE_BY_SIDE, _LEAST_SIDE_BY_SIDE = 176, 66
 _LONGER_SIDE_BY_SIDE, _MANY_SIDE_BY_SIDE = 300, 2000
 _SHORT_BLOCKS = 3  # of keys, up to which to sort takes longer than it saves
 # Of prompts of one length: tokens up to which such tiles, of 128 columns, may be better, causal and
-# not; of heads of up to 64 columns with a softcap, and of those that share keys; left bounds of
-# windows, and tokens up to which a wider one is narrow too.
+# not; of heads of up to 64 columns with a softcap in fp16; left bounds of windows, and tokens up to
+# which a wider one is narrow too.
 _FEW_ROWS_TILE = PackedTile(128, _FEW_ROWS, 64)
 _FEW_ROWS_MOST, _FEW_ROWS_FULL, _FEW_ROWS_SHARED = 768, 512, 128
 _FEW_ROWS_WINDOW, _FEW_ROWS_WIDER, _FEW_ROWS_SHORT = 96, 127, 384
-# With a softcap, by columns: tiles of 128 rows, and those; what these take of a block of keys in
-# many rounds, in which full and longer ones are better whole.
+_SHARED_ROUNDS, _MANY_FEW_ROUNDS = 12, 8  # shared: full, of shared keys
+# With a softcap, by columns and whether rows of heads are askew: tiles of 64 rows, up to so many
+# tokens, and those of more rows; of the first a block of keys takes less where each tile has a
+# multiprocessor. Those of 64 and of 96 columns are of bf16; tiny scores are told from others, for
+# which those of up to 64 columns and of 192 rows are made, up to a softcap of _MOST_TOLD.
 _CAPPED_TILES = {
-    96: (TileCost(_ROWS, 128, 1.6, 2.1, 4.8, 0.9), TileCost(64, 64, 1.28, 2.6, 4.0, 0.6)),
-    128: (TileCost(_ROWS, 128, 1.62, 1.9, 5.5, 0.85), TileCost(64, 64, 1.12, 2.6, 4.3, 0.65)),
-}
-_CAPPED_MANY, _CAPPED_SURELY = 0.85, 0.98
-_CAPPED_ROUNDS, _SHARED_ROUNDS, _MANY_FEW_ROUNDS = 4, 12, 8  # shared: full, of shared keys
+    (64, False): (TileCost(64, 64, 0.9, 1.65, 4.1, 0.55), TileCost(192, 96, 1.45, 1.8, 4.3, 0.7)),
+    (96, False): (
+        TileCost(64, 64, 0.97, 3.1, 4.7, 0.6),
+        TileCost(_ROWS, 128, 1.46, 2.1, 5.85, 0.65), TileCost(192, 80, 1.38, 2.55, 5.15, 0.6),
+    ),
+    (96, True): (
+        TileCost(64, 64, 1.22, 2.85, 4.85, 0.55),
+        TileCost(_ROWS, 128, 1.58, 2.8, 5.25, 0.5), TileCost(192, 80, 1.45, 3.0, 5.35, 0.55),
+    ),
+    (128, False): (
+        TileCost(64, 64, 0.95, 2.7, 4.95, 0.75), TileCost(_ROWS, 128, 1.63, 1.9, 5.3, 0.9)
+    ),
+    (128, True): (
+        TileCost(64, 64, 1.46, 2.05, 5.9, 0.9), TileCost(_ROWS, 128, 1.75, 2.3, 6.0, 0.85)
+    ),
+}  # fmt: skip
+_CAPPED_ALONE, _CAPPED_LONGEST, _MOST_TOLD = 0.5, 1280, 55.0
+
+
+def _capped_us(problem: Problem) -> tuple[float, ...]:
+    """About how long prompts of one length take in each of `_CAPPED_TILES`; () where it is not
+    known."""
+    head_dim, num_heads = problem.widest_head, problem.q.shape[-2]
+    prompt = prompt_of(problem, num_heads, *problem.window)
+    if prompt is None or problem.has_lengths or head_dim > 128 or prompt.left >= 0:
+        return ()
+    is_bf16, is_narrow = problem.q.dtype == torch.bfloat16, head_dim <= _NARROWEST
+    is_told, is_askew = is_bf16 and problem.softcap <= _MOST_TOLD, head_dim % 16 != 0
+    if prompt.seqlen_k >= 2 * prompt.seqlen_q or (is_narrow and not is_told):
+        return ()
+    columns = 64 if is_narrow else 96 if head_dim <= 96 and is_bf16 else 128
+    few, *more = _CAPPED_TILES[columns, is_askew and not is_narrow][: 2 + is_told]
+    num_sms = device_of(problem.q.device).num_sms
+    places = _FEW_ROWS_TILE.places * num_sms
+    heads, tokens, _ = _FEW_ROWS_TILE.pack(prompt.seqlen_q, num_heads // problem.k.shape[-2])
+    packed = prompt._replace(heads=prompt.heads / heads)
+    is_alone = _FEW_ROWS_TILE.places * rounds_of(packed, tokens, places) <= 1
+    few = few._replace(tokens=tokens, unit_us=few.unit_us * (_CAPPED_ALONE if is_alone else 1.0))
+    return prompt_us(packed, few, places), *(prompt_us(prompt, x, num_sms) for x in more)
 
 
 def is_short_causal(sizes: Sizes) -> bool:
@@ -210,7 +172,7 @@ def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
     is_narrow = head_dim <= _NARROWEST
     if sizes.has_lengths or not sizes.is_prompt or head_dim > _FEW_ROWS_TILE.width:
         return False
-    heads, tokens, tiles = _FEW_ROWS_TILE.pack(max(1, seqlen_q), group)
+    heads, _, tiles = _FEW_ROWS_TILE.pack(max(1, seqlen_q), group)
     num_sms = device_of(problem.q.device).num_sms
     rounds = tiles * sizes.batch_size * sizes.num_kv_heads / (_FEW_ROWS_TILE.places * num_sms)
     are_many = rounds > _MANY_FEW_ROUNDS
@@ -219,37 +181,18 @@ def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
         if left <= (_FEW_ROWS_WIDER if is_short else _FEW_ROWS_WINDOW):
             is_askew = head_dim % 16 != 0
             return not (are_many and head_dim <= 96 and (is_short or is_askew))
-    is_apart = _FEW_ROWS_TILE.places * rounds <= 1
-    if is_apart:
+    if sizes.has_softcap:
+        us = _capped_us(problem)
+        if not us:  # narrow ones whose tiny scores are not told
+            return is_narrow and left < 0 and heads > 1 and seqlen_q <= _FEW_ROWS_SHARED
+        return seqlen_q <= _CAPPED_LONGEST and us[0] < min(us[1:])
+    if _FEW_ROWS_TILE.places * rounds <= 1:
         is_few = seqlen_q <= (_FEW_ROWS_FULL if is_full or is_narrow else _FEW_ROWS_MOST)
-        if sizes.has_softcap:
-            return is_few and seqlen_q > _ROWS and left < 0
         is_long = is_full and seqlen_q > 2 * _ROWS  # shorter ones are not forward_sm90's
         return is_few and (is_long if is_narrow else not is_short_causal(sizes))
-    prompt = prompt_of(problem, sizes.num_heads, *problem.window)
-    if left >= 0 or seqlen_q > _FEW_ROWS_MOST or prompt is None:
-        return False
     are_half_empty = _ROWS < seqlen_q <= _MORE_ROWS  # two tiles of 128
-    if not sizes.has_softcap:
-        is_better = is_full and not is_narrow and group > 1 and are_half_empty
-        return is_better and rounds <= _SHARED_ROUNDS
-    if is_narrow:
-        return heads > 1 and seqlen_q <= _FEW_ROWS_SHARED
-    if group == 1 and seqlen_q <= _ROWS:
-        return False
-    longest = 2 * _ROWS if head_dim <= 96 else _FEW_ROWS_SHORT
-    if are_many and (is_full or seqlen_q > longest):
-        return False
-    if rounds > _CAPPED_ROUNDS and seqlen_q > _MORE_ROWS and (is_full or seqlen_q <= 2 * _ROWS):
-        return False
-    more, few = _CAPPED_TILES[96 if head_dim <= 96 else 128]
-    unit_us = few.unit_us * (_CAPPED_MANY if rounds > _CAPPED_ROUNDS else 1.0)
-    few_us = prompt_us(
-        prompt._replace(heads=prompt.heads // heads),
-        few._replace(tokens=tokens, unit_us=unit_us),
-        _FEW_ROWS_TILE.places * num_sms,
-    )
-    return few_us < _CAPPED_SURELY * prompt_us(prompt, more, num_sms)
+    is_better = is_full and left < 0 and not is_narrow and group > 1 and are_half_empty
+    return is_better and rounds <= _SHARED_ROUNDS
 
 
 def short_blocks(sizes: Sizes, tile: PackedTile) -> int:
@@ -290,6 +233,10 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
         return False
     if sizes.window_left >= 0:
         return tile.width == 64 and problem.softcap == 0 and rounds <= 1
+    if problem.widest_head > _MORE_ROWS and problem.softcap != 0:  # blocks of 80 keys, for 64
+        is_packed = sizes.num_heads > sizes.num_kv_heads and sizes.window_right == 0
+        is_fewer = seqlen_q <= tile.block_n or (is_packed and _ROWS < seqlen_q <= 2 * tile.block_n)
+        return _NARROWEST < seqlen_q == sizes.seqlen_k and is_fewer and rounds > 1
     is_half_empty = _MORE_ROWS < seqlen_q <= 2 * _ROWS
     is_full, is_one = problem.softcap == 0 and sizes.window_right < 0, seqlen_q <= _ROWS
     if sizes.num_heads != sizes.num_kv_heads or tile.width > _MORE_ROWS:

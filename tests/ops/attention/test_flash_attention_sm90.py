@@ -362,8 +362,9 @@ def test_what_the_tma_takes() -> None:
         assert not is_mappable(each), each.stride()
 
 
-def test_softcap_of_narrow_heads_has_a_body_of_its_own() -> None:
-    """Of bf16: its windows of 64 columns know no softcap, whatever else is asked."""
+def test_softcap_has_bodies_of_its_own() -> None:
+    """Of bf16: its windows of 64 columns know no softcap, whatever else is asked; and for heads of
+    129 to 160."""
 
     def suffix(dtype: torch.dtype, head_dim: int = 64, **options: Any) -> str:
         q = torch.zeros(1, 512, 2, head_dim, dtype=dtype)
@@ -374,6 +375,8 @@ def test_softcap_of_narrow_heads_has_a_body_of_its_own() -> None:
     for options in ({}, window, {"window_right": 0}, {"batch_invariant": True}):
         assert suffix(torch.bfloat16, softcap=20.0, **options) == "_capped"
         assert suffix(torch.float16, softcap=20.0, **options) == ""
-        assert suffix(torch.bfloat16, 96, softcap=20.0, **options) == ""
+        assert suffix(torch.bfloat16, 136, softcap=20.0, **options) == "_capped"
+        assert suffix(torch.bfloat16, 168, softcap=20.0, **options) == ""
+        assert suffix(torch.float16, 160, softcap=20.0, **options) == ""
     assert suffix(torch.bfloat16, **window) == ""
     assert suffix(torch.bfloat16) == "full"

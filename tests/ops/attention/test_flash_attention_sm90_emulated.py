@@ -117,10 +117,14 @@ def test_sequences_that_are_alike(
     assert blocks == [5]
 
 
+@pytest.mark.parametrize("head_dim", [96, 128, 160])
 @pytest.mark.parametrize("softcap", [0.3, 3.0, 20.0])
-def test_softcap(blocks: list[int], monkeypatch: pytest.MonkeyPatch, softcap: float) -> None:
+def test_softcap(
+    blocks: list[int], monkeypatch: pytest.MonkeyPatch, softcap: float, head_dim: int
+) -> None:
     # Blocks without masks: of large scores, of some large ones, of small ones.
-    case = Case(head_dim=128, softcap=softcap, lengths_q=(70,), lengths_k=(390,))
+    case = Case(head_dim=head_dim, softcap=softcap, lengths_q=(70,), lengths_k=(390,))
+    monkeypatch.setattr(SM90, "wider_rows", lambda _: 96)  # tiles of 192 rows where there are any
     with hopper_attention(monkeypatch, 2):
         run(case, "cpu")
         lengths = {"lengths_q": (70, 3, 0), "lengths_k": (290, 0, 60)}
@@ -151,7 +155,7 @@ def test_softcap_beside_large_scores(
     assert len(blocks) == 2
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
 def test_softcap_in_every_turn(
     blocks: list[int], monkeypatch: pytest.MonkeyPatch, head_dim: int
 ) -> None:

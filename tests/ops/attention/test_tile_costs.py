@@ -14,9 +14,8 @@ from attention_devices import taken
 from emulated_attention import hopper_attention
 from ways import Way
 
-from kernel_hub.ops.attention.packed_tile import PackedTile
+from kernel_hub.ops.attention.packed_tile import PackedTile, Prompt, TileCost, prompt_us
 from kernel_hub.ops.attention.problem import Problem, sizes_of
-from kernel_hub.ops.attention.tile_costs import Prompt, TileCost, prompt_us
 from kernel_hub.ops.core.device import PlannedGpu, has_wgmma, pretend
 from kernel_hub.ops.core.launch import forget_all
 
@@ -70,6 +69,18 @@ def test_who_has_tiles_of_more_rows() -> None:
     assert body(755, 81, 2, 104) == "128 full"  # 44.6, 57.4 in those of 112 columns
     long = 2, 4614, 16, 88, 2047, 2047
     assert body(*long, softcap=20.0) == body(*long, batch_invariant=True) == "96 window"
+    for capped in (
+        (64, 129, 16, 88),  # us on an H200: 81, 49
+        (64, 518, 8, 96),  # 193, 163
+        (1, 9728, 2, 88),  # 244, 175
+        (56, 140, 32, 96, -1, 0),  # 110, 75
+    ):
+        assert body(*capped, softcap=50.0) == "96 window_capped"
+        assert body(*capped, softcap=60.0) == "96 window"  # no scores are tiny
+        assert body(*capped, softcap=50.0, batch_invariant=True) == "96 window"
+        assert body(*capped, softcap=50.0, dtype=torch.float16) == "128 window"
+    assert body(3, 128, 16, 72, -1, 0, softcap=50.0) == "96 window"  # 9.3, 11.4
+    assert body(64, 256, 2, 80, -1, 0, softcap=50.0) == "96 window"  # 19.6, 27.5
     assert body(*long, softcap=20.0, dtype=torch.float16) == "128 window"
     assert body(2, 4614, 16, 88, -1, 0) == "96 causal"
     assert body(2, 4614, 16, 128, 2047, 2047) == "128 window"
@@ -147,6 +158,24 @@ def test_which_pairs_run_together_in_turn() -> None:
     assert together(prompts(6, 651, (8, 1), 256), 720, 1.9, 256) == 3
 
 
+def test_blocks_of_80_keys_are_surely_fewer() -> None:
+    """us on an H200: whole tiles with blocks of 64 keys, in turn."""
+
+    def is_sure(
+        batch_size: int, seqlen: int, heads: tuple[int, int], softcap: float = 50.0
+    ) -> bool:
+        problem = prompts(batch_size, seqlen, heads, 256)._replace(softcap=softcap)
+        with pretend(PlannedGpu((9, 0), 132)):
+            tile = PackedTile(256, 128, 80)
+            return bool(COSTS.is_surely_in_turn(problem, tile, sizes_of(problem)[0]))
+
+    assert is_sure(64, 71, (16, 8))  # 59.8, 51.3
+    assert is_sure(64, 137, (2, 1))  # 28.2, 25.1
+    assert not is_sure(64, 137, (2, 1), 0.0) and not is_sure(70, 133, (1, 1))  # -; 22.3, 23.8
+    assert not is_sure(2, 74, (8, 4))  # 9.1, 10.0
+    assert not is_sure(64, 110, (4, 2))  # 24.4, 25.0
+
+
 def test_sequences_that_are_alike_run_together() -> None:
     """Where lengths are on the device: in groups about alike, of what the L2 holds."""
     table = torch.empty(18, dtype=torch.int32, device="meta")
@@ -164,6 +193,8 @@ def test_sequences_that_are_alike_run_together() -> None:
 FEW = [
     Case(num_heads=4, num_kv_heads=2, head_dim=72, lengths_q=(150,) * 2, softcap=20.0),
     Case(num_heads=8, num_kv_heads=1, head_dim=128, lengths_q=(170,) * 2, softcap=5.0, causal=True),
+    Case(num_heads=6, num_kv_heads=2, head_dim=40, lengths_q=(150,) * 2, softcap=2.0, causal=True),
+    Case(num_heads=2, num_kv_heads=2, head_dim=64, lengths_q=(200,), softcap=50.0),
     Case(num_heads=3, num_kv_heads=3, head_dim=104, lengths_q=(200,) * 3),
     Case(num_heads=2, num_kv_heads=2, head_dim=80, lengths_q=(333,), causal=True, dtype="fp16"),
     Case(num_heads=4, num_kv_heads=4, head_dim=96, lengths_q=(190,) * 5, window_size=(64, 0)),
@@ -179,6 +210,16 @@ def test_tiles_of_few_rows(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, cas
     with contextlib.nullcontext() if hopper_way.is_gpu else hopper_attention(monkeypatch, 61):
         run(case, hopper_way.device)
     assert found and all("rows64" in name for name in found)
+
+
+def test_blocks_in_turn_are_as_many_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pieces nothing numbers them. us on an H200, 256 blocks and 264: 33.6, 21.2."""
+    monkeypatch.setattr(SPLIT, "cuts_tiles", False)
+    problem = prompts(3, 785, (7, 1))._replace(window_right=-1, softcap=15.0)
+    with pretend(PlannedGpu((9, 0), 132)):
+        monkeypatch.setattr(COSTS, "wants_few_rows", lambda *_: True)
+        assert SPLIT.plan(problem, problem.q, None).grid == (264, 1, 1)
+        assert SPLIT.plan(problem._replace(softcap=0.0), problem.q, None).grid == (256, 1, 1)
 
 
 def wants_few(*of: Any, left: int = -1, right: int = 0, softcap: float = 0.0) -> bool:
@@ -206,7 +247,9 @@ def test_who_has_tiles_of_few_rows() -> None:
     assert wants_few(42, 192, (2, 2), 88, right=-1, softcap=30.0)  # 18.0, 13.2
     assert wants_few(64, 148, (20, 4), softcap=15.0)  # 75, 62
     assert wants_few(64, 76, (16, 2), 64, softcap=50.0)  # 30.0, 21.7
-    assert not wants_few(64, 86, (71, 1), 64, softcap=50.0)  # 111, 126
+    assert wants_few(64, 207, (32, 2), 64, softcap=50.0)  # 164, 94
+    assert wants_few(1, 121, (10, 10), 64, right=-1, softcap=15.0)  # 8.3, 6.9
+    assert not wants_few(64, 721, (8, 2), 64, softcap=50.0)  # 141, 161
     assert not wants_few(89, 99, (8, 8), 88, right=-1, softcap=15.0)  # 28.9, 34.3
     assert not wants_few(121, 320, (8, 8), 104, right=-1, softcap=50.0)  # 167, 203
 
