@@ -21,8 +21,8 @@
 // warpgroup 0 transpose V in shared memory, one block ahead (Transposer); its first warp loads.
 //
 // Shared memory: Q (64 rows a consumer), K, V and V transposed (two stages of kBlockN keys each),
-// mbarriers, a ring of tile descriptions. Rows of 128 bytes in the 128-byte swizzle; head_dim is
-// filled up with zeros by the TMA.
+// mbarriers, a ring of tile descriptions. Rows of kPanelColumns (V transposed: kPanelKeys) bytes,
+// in the swizzle of as many; head_dim is filled up with zeros by the TMA.
 //
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}          scales of tensors or heads
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}_long     the same, for more keys
@@ -30,8 +30,8 @@
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_any                    causal or not, by keys_ahead
 // head_dim is any multiple of 16 up to N. Tensor maps of four dimensions, innermost first:
 // head_dim, tokens, heads, batch (1 where varlen), of Q head_dim, heads, tokens, batch; boxes of
-// 128 columns by pack_heads heads and pack_tokens tokens (Q, up to 64 rows) or kBlockN rows (K, V),
-// 128-byte swizzle, zeros outside.
+// kPanelColumns columns by pack_heads heads and pack_tokens tokens (Q, up to 64 rows) or kBlockN
+// rows (K, V), in their swizzle, zeros outside.
 // Sources: Shah et al., "FlashAttention-3", 2024; PTX ISA 8.7 (wgmma, ldmatrix, stmatrix).
 //
 // kernel_hub: allow-local-memory: at most 128 bytes, between tiles or in the warp that loads
@@ -105,11 +105,11 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
             int64_t q_scale_block_stride, int64_t k_scale_batch_stride,                        \
             int64_t k_scale_head_stride, int64_t k_scale_block_stride,                         \
             int64_t v_scale_batch_stride, int64_t v_scale_head_stride,                         \
-            int64_t v_scale_block_stride, int batch_size, int num_heads, int num_kv_heads,     \
-            int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,                \
-            int heads_per_q_scale, int heads_per_group, int has_foreign_rows, int is_out_fp16, \
+            int64_t v_scale_block_stride, int batch_size, int num_packs, int head_dim,         \
+            int seqlen_q, int seqlen_k, int total_q, int total_k, int heads_per_kv,            \
+            int heads_per_q_scale, int packs_per_group, int has_foreign_rows, int is_out_fp16, \
             float softmax_scale, int keys_ahead, int pack_heads, int pack_tokens,              \
-            int pack_reciprocal, int tiles_a_head) {                                           \
+            int pack_reciprocal, int heads_alike, int packs_alike, int tiles_a_pack) {         \
             using C = Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, Scales::SCALES>;        \
             flash_attention<C>({.out = out,                                                    \
                                 .lse = lse,                                                    \
@@ -139,15 +139,15 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
                                 .v_scale_head_stride = v_scale_head_stride,                    \
                                 .v_scale_block_stride = v_scale_block_stride,                  \
                                 .batch_size = batch_size,                                      \
-                                .num_heads = num_heads,                                        \
-                                .num_kv_heads = num_kv_heads,                                  \
+                                .num_packs = num_packs,                                        \
                                 .head_dim = head_dim,                                          \
                                 .seqlen_q = seqlen_q,                                          \
                                 .seqlen_k = seqlen_k,                                          \
                                 .total_q = total_q,                                            \
                                 .total_k = total_k,                                            \
+                                .heads_per_kv = heads_per_kv,                                  \
                                 .heads_per_q_scale = heads_per_q_scale,                        \
-                                .heads_per_group = heads_per_group,                            \
+                                .packs_per_group = packs_per_group,                            \
                                 .has_foreign_rows = has_foreign_rows,                          \
                                 .is_out_fp16 = is_out_fp16,                                    \
                                 .softmax_scale = softmax_scale,                                \
@@ -155,7 +155,9 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
                                 .pack_heads = pack_heads,                                      \
                                 .pack_tokens = pack_tokens,                                    \
                                 .pack_reciprocal = pack_reciprocal,                            \
-                                .tiles_a_head = tiles_a_head});                                \
+                                .heads_alike = heads_alike,                                    \
+                                .packs_alike = packs_alike,                                    \
+                                .tiles_a_pack = tiles_a_pack});                                \
         })
 
 #define EXPORT_MASKS(HEAD_DIM, SUFFIX, SCALES, CONSUMERS, BLOCK_N)                        \
@@ -169,7 +171,10 @@ EXPORT_MASKS(96, , kHeads, 3, 128)
 EXPORT_MASKS(128, , kHeads, 2, 128)
 EXPORT_MASKS(128, _long, kHeads, 3, 96)
 EXPORT_MASKS(128, _blocks, kBlocks, 2, 128)
-EXPORT_FLASH_ATTENTION_FP8(192, any, kAny, kHeads, 2, 128)
+EXPORT_FLASH_ATTENTION_FP8(160, any, kAny, kHeads, 2, 128)
+EXPORT_FLASH_ATTENTION_FP8(192, full, kFull, kHeads, 2, 160)
+EXPORT_FLASH_ATTENTION_FP8(192, causal, kCausal, kHeads, 2, 128)
+EXPORT_FLASH_ATTENTION_FP8(224, any, kAny, kHeads, 2, 128)
 EXPORT_MASKS(256, , kHeads, 2, 96)
 EXPORT_MASKS(256, _blocks, kBlocks, 2, 64)
 

@@ -33,20 +33,31 @@ struct Consumer : Rows<C> {
                                         int consumer_)
         : Base(p_, shared_, consumer_) {}
 
+    // descriptor(), of panels of rows of 64 bytes too.
+    template <int kRowBytes>
+    __device__ __forceinline__ static uint64_t panel_descriptor(uint32_t low,
+                                                                uint32_t offset_bytes) {
+        constexpr uint32_t kHigh = kRowBytes == 128 ? kDescriptorHigh : (2u << 30) | (512u >> 4);
+        return (static_cast<uint64_t>(kHigh) << 32) | (low + (offset_bytes >> 4));
+    }
+
     // Issues scores = Q K^T.
     __device__ __forceinline__ void issue_scores() {
+        constexpr int kSteps = C::kPanelColumns / 32;
         const uint32_t b = k_low + k.stage * (C::kKVBytes / 16);
         hold_registers(scores);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::kHeadDim / 32; ++i) {
-            const int panel = i / 4, column_bytes = i % 4 * 32;
-            const uint64_t b_desc = descriptor(b, panel * C::kKVPanelBytes + column_bytes);
+            const int panel = i / kSteps, column_bytes = i % kSteps * 32;
+            const uint64_t b_desc =
+                panel_descriptor<C::kPanelColumns>(b, panel * C::kKVPanelBytes + column_bytes);
             if constexpr (C::kQInRegisters) {
                 Products::rs(scores, queries[i], b_desc, i != 0);
             } else {
                 const int offset = panel * C::kQPanelBytes + column_bytes;
-                Products::ss(scores, descriptor(q_low, offset), b_desc, i != 0);
+                Products::ss(scores, panel_descriptor<C::kPanelColumns>(q_low, offset), b_desc,
+                             i != 0);
             }
         }
         wgmma_commit();
@@ -54,12 +65,14 @@ struct Consumer : Rows<C> {
 
     // Issues output += P V.
     __device__ __forceinline__ void issue_output(int accumulate) {
+        constexpr int kSteps = C::kPanelKeys / 32;
         const uint32_t b = vt_low + vt.stage * (C::kVtBytes / 16);
         hold_registers(output);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::kBlockN / 32; ++i) {
-            Products::rs(output, probs[i], descriptor(b, i / 4 * C::kVtPanelBytes + i % 4 * 32),
+            const int offset = i / kSteps * C::kVtPanelBytes + i % kSteps * 32;
+            Products::rs(output, probs[i], panel_descriptor<C::kPanelKeys>(b, offset),
                          i != 0 ? 1 : accumulate);
         }
         wgmma_commit();

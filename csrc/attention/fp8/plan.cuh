@@ -17,7 +17,6 @@ enum class Mask { kFull, kCausal, kAny };
 // Where K and V have scales of their own: each head, or each kScaleTokens tokens of it.
 enum class Scales { kHeads, kBlocks };
 
-constexpr int kPanelColumns = 128;  // bytes, and e4m3 columns, of a row of shared memory
 constexpr int kScaleTokens = 128;
 constexpr int kTileSlots = 4;
 constexpr int kTransposers = 3;  // warps
@@ -40,19 +39,24 @@ struct Config : sm90::Warpgroups<kConsumers_> {
     static constexpr Mask kMask = kMask_;
     static constexpr Scales kScales = kScales_;
     static constexpr int kStages = 2;
+    // Bytes, and e4m3 columns, of a row of shared memory, and their swizzle: 64 where 128 would
+    // leave much of a row empty, which is written all the same.
+    static constexpr int kPanelColumns = kHeadDim == 192 ? 64 : 128;
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-    static constexpr int kQPanelBytes = 64 * 128;
+    static constexpr int kQPanelBytes = 64 * kPanelColumns;
     static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one consumer
-    static constexpr int kKVPanelBytes = kBlockN * 128;
+    static constexpr int kKVPanelBytes = kBlockN * kPanelColumns;
     static constexpr int kKVBytes = kPanels * kKVPanelBytes;
-    // V transposed: kHeadDim rows, panels of 128 keys.
-    static constexpr int kVtPanelBytes = kHeadDim * 128;
-    static constexpr int kVtBytes = (kBlockN + 127) / 128 * kVtPanelBytes;
+    // V transposed: kHeadDim rows, panels of so many keys.
+    static constexpr int kPanelKeys = kHeadDim > 128 && kBlockN % 128 == 32 ? 64 : 128;
+    static constexpr int kVtPanelBytes = kHeadDim * kPanelKeys;
+    static constexpr int kVtBytes = (kBlockN + kPanelKeys - 1) / kPanelKeys * kVtPanelBytes;
     static constexpr int kSharedBytes =
         kConsumers * kQBytes + kStages * (2 * kKVBytes + kVtBytes) + 1024;
-    // Whether heads share tiles: of 96 columns it would cost registers, and hardly any heads of
-    // that width share keys.
-    static constexpr bool kPacks = kHeadDim != 96 && kScales == Scales::kHeads;
+    // Whether heads share tiles: of some widths it would cost registers, and hardly any heads of
+    // them share keys.
+    static constexpr bool kPacks = kHeadDim != 96 && kHeadDim != 160 && kHeadDim != 192 &&
+                                   kHeadDim != 224 && kScales == Scales::kHeads;
     // Q as fragments for a tile's duration, or read again from shared memory by every product. With
     // more than 128 keys a block it is slower: a warp waits while a product takes its fragments.
     static constexpr bool kQInRegisters = kHeadDim == 128 && kConsumers == 2 && kBlockN == 128;
@@ -76,19 +80,21 @@ struct Parameters {
     int64_t q_scale_batch_stride, q_scale_head_stride, q_scale_block_stride;
     int64_t k_scale_batch_stride, k_scale_head_stride, k_scale_block_stride;
     int64_t v_scale_batch_stride, v_scale_head_stride, v_scale_block_stride;
-    int batch_size, num_heads, num_kv_heads, head_dim;
+    int batch_size, num_packs, head_dim;  // num_packs: of a sequence (see pack_heads)
     int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; they bound the blocks with scales
     int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
-    int heads_per_q_scale;   // query heads that share a q_scale
-    int heads_per_group;     // this many (batch, head) pairs run through their tiles together
-    int has_foreign_rows;    // keys past a sequence's end belong to something else
+    int heads_per_kv, heads_per_q_scale;  // query heads that share keys, that share a q_scale
+    int packs_per_group;   // this many (batch, pack) pairs run through their tiles together
+    int has_foreign_rows;  // keys past a sequence's end belong to something else
     int is_out_fp16;
     float softmax_scale;
     int keys_ahead;  // Mask::kAny: that a query sees behind its own place; causal: 0
-    // Of a consumer's 64 rows: row = token pack_heads + head, of heads that share keys and count as
-    // one in num_heads and heads_per_q_scale. pack_reciprocal: ceil(2^16 / pack_heads).
-    int pack_heads, pack_tokens, pack_reciprocal;
-    int tiles_a_head;  // of the longest sequence
+    // Of a consumer's 64 rows: row = token pack_heads + head, of heads side by side of the
+    // heads_alike that share keys and a q_scale, in packs_alike packs. The last one ends where
+    // these do: heads that the one before it has too are written twice, with the same bits.
+    // pack_reciprocal: ceil(2^16 / pack_heads).
+    int pack_heads, pack_tokens, pack_reciprocal, heads_alike, packs_alike;
+    int tiles_a_pack;  // of the longest sequence
 };
 
 // Parameters', where heads share tiles.
@@ -104,11 +110,22 @@ template <class C>
 __device__ __forceinline__ int pack_reciprocal(const Parameters& p) {
     return C::kPacks ? p.pack_reciprocal : 1 << 16;
 }
+// The first head of a sequence's pack.
+template <class C>
+__device__ __forceinline__ int first_head(const Parameters& p, int pack) {
+    if constexpr (!C::kPacks) {
+        return pack;
+    } else {
+        const int alike = pack / p.packs_alike;
+        const int rest = pack - alike * p.packs_alike;
+        return alike * p.heads_alike + min(rest * p.pack_heads, p.heads_alike - p.pack_heads);
+    }
+}
 
 // One tile, as the loader tells the others: 48 bytes of shared memory.
 struct Tile {
-    int row_begin;  // the first query; -1: there are no more
-    int head, batch, q_begin;
+    int row_begin;                                   // the first query; -1: there are no more
+    int head, batch, q_begin;                        // head: the first of its pack
     int seqlen_q, seqlen_k, block_begin, block_end;  // blocks of kBlockN keys
     float score_scale[3];  // of each consumer's rows: from q k^T to powers of two, less k's blocks
     float value_scale;     // 1 with Scales::kBlocks
@@ -223,28 +240,30 @@ __device__ __forceinline__ int diagonal_of(const Parameters& p, const Tile& tile
 }
 
 // Tile number `index` of the schedule, without its scales; row_begin is beyond seqlen_q where the
-// sequence is shorter than the longest. Causal: within a group of heads whose keys and values stay
-// in the L2, the tiles with the most keys come first.
+// sequence is shorter than the longest. Causal: within a group of packs whose keys and values stay
+// in the L2, the tiles with the most keys come first. Groups count from the last, so that a smaller
+// one is the first: as the last it would be too few tiles for all multiprocessors.
 template <class C>
 __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
     const int tokens = C::kConsumers * pack_tokens<C>(p);
-    const int num_rows = p.tiles_a_head;
-    const int group = index / (p.heads_per_group * num_rows);
-    const int first = group * p.heads_per_group;
-    const int size = min(p.heads_per_group, p.batch_size * p.num_heads - first);
-    const int rest = index - first * num_rows;
+    const int num_rows = p.tiles_a_pack;
+    const int num_pairs = p.batch_size * p.num_packs;
+    const int back = num_pairs * num_rows - 1 - index;
+    const int first = back / (p.packs_per_group * num_rows) * p.packs_per_group;
+    const int size = min(p.packs_per_group, num_pairs - first);
+    const int rest = back - first * num_rows;
     int row, pair;
     if (C::kMask == Mask::kCausal || (C::kMask == Mask::kAny && p.keys_ahead == 0)) {
-        row = num_rows - 1 - rest / size;
-        pair = first + rest % size;
+        row = rest / size;
+        pair = num_pairs - 1 - first - rest % size;
     } else {
-        row = rest % num_rows;
-        pair = first + rest / num_rows;
+        row = num_rows - 1 - rest % num_rows;
+        pair = num_pairs - 1 - first - rest / num_rows;
     }
     Tile tile;
     tile.row_begin = row * tokens;
-    tile.batch = pair / p.num_heads;
-    tile.head = pair - tile.batch * p.num_heads;
+    tile.batch = pair / p.num_packs;
+    tile.head = first_head<C>(p, pair - tile.batch * p.num_packs);
     const RowRange queries = find_queries(p, tile.batch);
     tile.q_begin = queries.start;
     tile.seqlen_q = queries.count;

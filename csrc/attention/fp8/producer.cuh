@@ -70,13 +70,13 @@ struct Loader {
         for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
             const uint32_t full = shared.q_full(consumer);
             mbarrier_wait(shared.q_empty(consumer), q_parity ^ 1);
-            mbarrier_arrive_expect_tx(full,
-                                      C::kPanels * 128 * pack_heads<C>(p) * pack_tokens<C>(p));
+            mbarrier_arrive_expect_tx(
+                full, C::kPanels * C::kPanelColumns * pack_heads<C>(p) * pack_tokens<C>(p));
 #pragma unroll
             for (int panel = 0; panel < C::kPanels; ++panel) {
                 tma_load_4d(shared.q + consumer * C::kQBytes + panel * C::kQPanelBytes, p.q, full,
-                            panel * kPanelColumns, head * pack_heads<C>(p),
-                            row + consumer * pack_tokens<C>(p), batch);
+                            panel * C::kPanelColumns, head, row + consumer * pack_tokens<C>(p),
+                            batch);
             }
         }
         q_parity ^= 1;
@@ -96,7 +96,7 @@ struct Loader {
 #pragma unroll
         for (int panel = 0; panel < C::kPanels; ++panel) {
             tma_load_4d(shared.k + k.stage * C::kKVBytes + panel * C::kKVPanelBytes, p.k, full,
-                        panel * kPanelColumns, row, head, batch);
+                        panel * C::kPanelColumns, row, head, batch);
         }
         k.advance();
     }
@@ -108,7 +108,7 @@ struct Loader {
 #pragma unroll
         for (int panel = 0; panel < C::kPanels; ++panel) {
             tma_load_4d(shared.v + v.stage * C::kKVBytes + panel * C::kKVPanelBytes, p.v, full,
-                        panel * kPanelColumns, row, head, batch);
+                        panel * C::kPanelColumns, row, head, batch);
         }
         v.advance();
     }
@@ -122,7 +122,7 @@ struct Loader {
     }
 
     __device__ __forceinline__ void run() {
-        const int num_tiles = p.tiles_a_head * p.batch_size * p.num_heads;
+        const int num_tiles = p.tiles_a_pack * p.batch_size * p.num_packs;
         // The next tile is asked for ahead, as the answer takes a while.
         for (int index = blockIdx.x, ticket = 0; index < num_tiles; index = gridDim.x + ticket) {
             if (asks_first()) {
@@ -137,7 +137,7 @@ struct Loader {
             }
             const int kv_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
             const int kv_batch = p.cu_seqlens_k ? 0 : tile.batch;
-            const int kv_head = tile.head / (p.num_heads / p.num_kv_heads);
+            const int kv_head = tile.head / p.heads_per_kv;
             read_scales(tile, kv_head);
             const int last = tile.block_end - 1;
             int row = kv_begin + last * C::kBlockN;
@@ -203,20 +203,27 @@ struct Transposer {
     static constexpr int kColumns = C::kHeadDim % 64 == 0 ? 64 : 32;  // of a warp's turn
     static constexpr int kTurns = C::kBlockN / 32 * (C::kHeadDim / kColumns);
 
+    // Of this lane's row, of rows of 128 or 64 bytes.
+    __device__ __forceinline__ uint32_t swizzle_of(int row_bytes) const {
+        return (row_bytes == 128 ? lane_idx % 8 : lane_idx / 2 % 4) * 16;
+    }
+
     __device__ __forceinline__ void transpose() const {
-        const uint32_t swizzle = lane_idx % 8 * 16;
-        const uint32_t source = shared.v + v.stage * C::kKVBytes + lane_idx * 128 + swizzle;
-        const uint32_t target = shared.vt + vt.stage * C::kVtBytes + lane_idx % 16 * 128;
+        constexpr int kSteps = C::kPanelKeys / 32;
+        const uint32_t swizzle = swizzle_of(C::kPanelKeys);
+        const uint32_t source = shared.v + v.stage * C::kKVBytes + lane_idx * C::kPanelColumns +
+                                swizzle_of(C::kPanelColumns);
+        const uint32_t target = shared.vt + vt.stage * C::kVtBytes + lane_idx % 16 * C::kPanelKeys;
         const uint32_t upper_keys = lane_idx / 16 * 16;
 #pragma unroll 1
         for (int turn = warp; turn < kTurns; turn += kTransposers) {
             const int keys = turn / (C::kHeadDim / kColumns);  // 32 of them
             const int column = turn % (C::kHeadDim / kColumns) * kColumns;
-            const uint32_t from =
-                (source + column / kPanelColumns * C::kKVPanelBytes + keys * 4096) ^
-                (column % kPanelColumns);
-            const uint32_t to = target + keys / 4 * C::kVtPanelBytes + column * 128 +
-                                ((keys % 4 * 32 + upper_keys) ^ swizzle);
+            const uint32_t from = (source + column / C::kPanelColumns * C::kKVPanelBytes +
+                                   keys * 32 * C::kPanelColumns) ^
+                                  (column % C::kPanelColumns);
+            const uint32_t to = target + keys / kSteps * C::kVtPanelBytes + column * C::kPanelKeys +
+                                ((keys % kSteps * 32 + upper_keys) ^ swizzle);
             uint32_t tiles[kColumns / 16][4];
 #pragma unroll
             for (int i = 0; i < kColumns / 16; ++i) {
@@ -225,7 +232,7 @@ struct Transposer {
 #pragma unroll
             for (int i = 0; i < kColumns / 16; ++i) {
                 const uint32_t (&w)[4] = tiles[i];
-                stmatrix_x4(to + i * 2048, __byte_perm(w[0], w[1], 0x6420),
+                stmatrix_x4(to + i * 16 * C::kPanelKeys, __byte_perm(w[0], w[1], 0x6420),
                             __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x6420),
                             __byte_perm(w[2], w[3], 0x7531));
             }
@@ -234,9 +241,11 @@ struct Transposer {
 
     // Zeros what the block holds beyond the sequence: 0 times a nan there is a nan.
     __device__ __forceinline__ void clear_foreign_rows(int rows) const {
+        constexpr int kVecs = C::kPanelColumns / 16;  // of a row
         const uint32_t base = shared.v + v.stage * C::kKVBytes;
 #pragma unroll 1
-        for (int i = 8 * rows + 32 * warp + lane_idx; i < 8 * C::kBlockN; i += 32 * kTransposers) {
+        for (int i = kVecs * rows + 32 * warp + lane_idx; i < kVecs * C::kBlockN;
+             i += 32 * kTransposers) {
 #pragma unroll
             for (int panel = 0; panel < C::kPanels; ++panel) {
                 st_shared_16(base + panel * C::kKVPanelBytes + 16 * i, make_uint4(0, 0, 0, 0));
@@ -284,7 +293,7 @@ struct Transposer {
 template <class C>
 __device__ __forceinline__ void write_empty_tiles(const Parameters& p, int thread_idx) {
     const int tokens = C::kConsumers * pack_tokens<C>(p);
-    const int num_tiles = p.tiles_a_head * p.batch_size * p.num_heads;
+    const int num_tiles = p.tiles_a_pack * p.batch_size * p.num_packs;
 #pragma unroll 1
     for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
         const Tile tile = locate<C>(p, index);
@@ -298,8 +307,7 @@ __device__ __forceinline__ void write_empty_tiles(const Parameters& p, int threa
         const int64_t token = tile.q_begin + tile.row_begin;
         const int vecs = p.head_dim / 8;
 #pragma unroll 1
-        for (int head = tile.head * pack_heads<C>(p); head < (tile.head + 1) * pack_heads<C>(p);
-             ++head) {
+        for (int head = tile.head; head < tile.head + pack_heads<C>(p); ++head) {
             char* out = static_cast<char*>(p.out) +
                         2 * (tile.batch * p.out_batch_stride + token * p.out_token_stride +
                              head * p.out_head_stride);

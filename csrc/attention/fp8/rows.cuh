@@ -63,7 +63,7 @@ struct Rows {
 
     // Reads the rows of Q, each warp its 16, and gives their place back.
     __device__ __forceinline__ void read_queries() {
-        static_assert(C::kPanels == 1, "fragments of one panel");
+        static_assert(C::kPanels == 1 && C::kPanelColumns == 128, "fragments of one panel");
         const uint32_t address = shared.q + consumer * C::kQBytes + thread_idx / 32 * 2048 +
                                  lane_idx % 16 * 128 + lane_idx % 8 * 16;
 #pragma unroll
@@ -82,7 +82,7 @@ struct Rows {
     }
     __device__ __forceinline__ int head_of(const Tile& tile, int r, int token) const {
         const int first = tile.row_begin + consumer * pack_tokens<C>(p);
-        return tile.head * pack_heads<C>(p) + row + 8 * r - (token - first) * pack_heads<C>(p);
+        return tile.head + row + 8 * r - (token - first) * pack_heads<C>(p);
     }
     // Whether there is such a query: rows that heads do not fill up hold none.
     __device__ __forceinline__ bool is_query(const Tile& tile, int token) const {

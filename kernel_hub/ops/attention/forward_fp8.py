@@ -7,6 +7,8 @@ shapes and dtypes were checked before (fp8.py).
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +23,7 @@ from ..core.launch import Launch, nothing
 from .forward_sm90 import MAX_TILES, MAX_TOKENS, NUM_COUNTERS
 from .packed_tile import TileCost, prompt_of, prompt_us
 from .problem import (
+    PANEL_BYTES,
     SCALES,
     Options,
     Problem,
@@ -41,6 +44,8 @@ _ROWS = 64  # of a warpgroup
 # How many heads may share them. For tests.
 most_packed = 64
 _ANY = "any"  # causal or not, as the launch says
+_PANELS = {192: 64}  # bytes of a row in shared memory, of some widths; else PANEL_BYTES
+_APART = (96, 160, 192, 224)  # columns of bodies whose heads do not share tiles
 _ALL_KEYS = 1 << 29  # ahead of a query: its sum with two lengths stays in 32 bits
 
 
@@ -85,7 +90,7 @@ class Body:
     @property
     def can_pack(self) -> bool:
         """Whether heads may share the rows of its tiles."""
-        return self.head_dim != 96 and not self.suffix.endswith("_blocks")
+        return self.head_dim not in _APART and not self.suffix.endswith("_blocks")
 
     @property
     def is_long(self) -> bool:
@@ -116,7 +121,10 @@ BODIES = (
     Body("causal_long", 128, 8192),
     Body("full_blocks", 128),
     Body("causal_blocks", 128),
-    Body(_ANY, 192),
+    Body(_ANY, 160),
+    Body("full", 192),
+    Body("causal", 192),
+    Body(_ANY, 224),
     Body("full", 256),
     Body("causal", 256),
     Body("full_blocks", 256),
@@ -127,13 +135,18 @@ BODIES = (
 # Rounds of tiles of 128 rows, by the head_dim of the body that they are taken for.
 _FEW_ROUNDS = {64: 1, 96: 2}
 # A block of keys, and a tile's beginning and end (packed_tile.TileCost), by width and whether it is
-# for more keys; heads up to _NARROW may be better in kernels of that width.
+# for more keys; heads up to _NARROW may be better in kernels of that width, wider ones
+# that share keys in the widest, whose tiles they can share.
 _COSTS = {
     (64, False): (1.20, 1.8), (64, True): (1.48, 2.0), (96, False): (1.36, 2.0),
-    (128, False): (1.12, 1.6), (128, True): (1.16, 2.4), (192, False): (1.36, 2.2),
-    (256, False): (1.24, 3.2),
+    (128, False): (1.12, 1.6), (128, True): (1.16, 2.4), (160, False): (1.32, 2.0),
+    (192, False): (1.45, 2.2), (224, False): (1.56, 3.0), (256, False): (1.24, 3.2),
 }  # fmt: skip
-_NARROW, _SURELY, _MASKS = 128, 0.95, ("full", "causal")
+_NARROW, _WIDEST, _SURELY, _MASKS = 128, 256, 0.95, ("full", "causal")
+# Rounds of causal tiles in which some heads may better begin before the others, shares of those
+# that come last, and how much that must be better.
+_FEWEST_ROUNDS, _MOST_ROUNDS, _LAST, _SURELY_APART = 2, 4, (0.875, 0.75, 0.625), 0.99
+_MOST_DEALT, _SURELY_DEALT = 6, 0.97  # rounds that are dealt to know what they take
 
 
 def check_device(q: torch.Tensor) -> None:
@@ -204,37 +217,101 @@ def _alike(problem: Problem, scales: Scales) -> int:
     return alike
 
 
-def _cheapest(problem: Problem, own: Body, alike: int) -> tuple[Body, int]:
-    """The body, and how many heads share the rows of a warpgroup, that cost least; `own`: what the
-    rules say of heads apart, which is left where that is surely faster."""
+def _packs(alike: int, most: int) -> list[tuple[int, int]]:
+    """(heads of a pack, packs) that such heads side by side may come in, up to `most` a pack: all
+    of a size where that is possible; of more heads than rows, the last ones overlap."""
+    if alike <= _ROWS:
+        return [(heads, alike // heads) for heads in range(1, most + 1) if alike % heads == 0]
+    sizes = [(-(-alike // packs), packs) for packs in range(2, alike + 1)]
+    fewest = {heads: packs for heads, packs in reversed(sizes) if heads <= most}
+    return sorted(fewest.items())
+
+
+def _tile(body: Body, heads: int) -> TileCost:
+    """Of a body, whose rows so many heads share."""
+    sizes = body.stated.sizes
+    tokens = _ROWS // heads * sizes["consumers"]
+    return TileCost(tokens, sizes["block_n"], *_COSTS[body.head_dim, body.is_long])
+
+
+def _cheapest(problem: Problem, own: Body, alike: int) -> tuple[Body, int, int]:
+    """The body, how many heads share the rows of a warpgroup, and in how many packs, that cost
+    least; `own`: what the rules say of heads apart, which is left where that is surely faster."""
     num_heads, right = problem.q.shape[-2], 0 if problem.window_right == 0 else -1
     apart = prompt_of(problem, num_heads, -1, right)
     if apart is None:
-        return own, 1
+        return own, 1, alike
     num_sms = device_of(problem.q.device).num_sms
-    best = math.inf, own, 1
-    for body in _others(own, problem.q.shape[-1]):
-        sizes, (unit_us, begin_us) = body.stated.sizes, _COSTS[body.head_dim, body.is_long]
-        most = min(alike, _ROWS, most_packed) if body.can_pack else 1
-        for heads in (n for n in range(1, most + 1) if alike % n == 0):
-            tile = TileCost(
-                _ROWS // heads * sizes["consumers"], sizes["block_n"], unit_us, begin_us
-            )
-            prompt = apart._replace(heads=apart.heads // heads)
-            us = prompt_us(prompt, tile, num_sms) * (_SURELY if body == own else 1.0)
+    best = math.inf, own, 1, alike
+    for body in _others(own, problem.q.shape[-1], alike, right == 0):
+        for heads, packs in _packs(alike, min(_ROWS, most_packed) if body.can_pack else 1):
+            tile = _tile(body, heads)
+            prompt = apart._replace(heads=apart.heads / alike * packs)
+            pairs, surely = problem.batch_size * num_heads // alike * packs, _SURELY
+            if _is_dealt(problem, pairs, tile):
+                us, _ = _dealt(*problem.seqlens, pairs, tile, num_sms)
+                surely = _SURELY_DEALT
+            else:
+                us = prompt_us(prompt, tile, num_sms)
+            us *= surely if body == own else 1.0
             # Of equals with a diagonal, whose tiles see less: rows of few tokens.
-            best = min(best, (us, body, heads), key=lambda x: (x[0], x[2] if right else -x[2]))
+            best = min(
+                best, (us, body, heads, packs), key=lambda x: (x[0], x[2] if right else -x[2])
+            )
     return best[1:]
 
 
-def _others(own: Body, head_dim: int) -> list[Body]:
+def _others(own: Body, head_dim: int, alike: int, is_causal: bool) -> list[Body]:
     """What may be taken instead of a body, and that."""
     kind, widest = own.suffix.removesuffix("_long"), max(own.head_dim, _NARROW)
+    if alike > 1 and own.head_dim > _NARROW and not own.can_pack:
+        widest = _WIDEST
+    if kind == _ANY:
+        kind = _MASKS[is_causal]
     if kind not in _MASKS:
         return [own]
     suffixes = kind, f"{kind}_long"
     fitting = [x for x in BODIES if x.suffix in suffixes and head_dim <= x.head_dim <= widest]
     return list({body.name: body for body in (*fitting, own)}.values())
+
+
+@functools.lru_cache(maxsize=64)
+def _dealt(
+    seqlen_q: int, seqlen_k: int, packs: int, tile: TileCost, num_sms: int
+) -> tuple[float, int]:
+    """(us, how many of the (sequence, pack) pairs begin last) of few causal tiles, dealt the
+    longest first to who is free. Those of the last round would follow tiles that all end at about
+    the same time; where some pairs go through theirs before, they fill gaps."""
+    rows = -(-seqlen_q // tile.tokens)
+    ends = [seqlen_k - max(0, seqlen_q - row * tile.tokens) for row in range(rows, 0, -1)]
+    costs = [tile.begin_us + -(-end // tile.block_n) * tile.unit_us for end in ends if end > 0]
+
+    def us(last: int) -> float:
+        loads = [0.0] * num_sms
+        for count in (packs - last, last):
+            for cost in costs:
+                for _ in range(count):
+                    heapq.heapreplace(loads, loads[0] + cost)
+        return max(loads)
+
+    found = [(us(packs), packs)]
+    if rows * packs < _MOST_ROUNDS * num_sms:
+        fewer = {math.ceil(packs * share) for share in _LAST} - {packs}
+        found += [(us(last) / _SURELY_APART, last) for last in sorted(fewer)]
+    best_us, last = min(found)
+    return tile.start_us + best_us, last
+
+
+def _is_dealt(problem: Problem, packs: int, tile: TileCost) -> bool:
+    """Whether `_dealt` tells of so many (sequence, pack) pairs: their keys stay in the L2."""
+    rounds = -(-problem.max_seqlen_q // tile.tokens) * packs / device_of(problem.q.device).num_sms
+    is_few = problem.window_right == 0 and _FEWEST_ROUNDS <= rounds < _MOST_DEALT
+    num_heads, seqlen_k = problem.q.shape[-2], problem.max_seqlen_k
+    return (
+        is_few
+        and problem.cu_seqlens_q is None
+        and heads_a_group(problem, seqlen_k) >= problem.batch_size * num_heads
+    )
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
@@ -267,27 +344,36 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
         head_dim, is_causal, scales.has_blocks_of_keys, seqlen_k, rows,
         device_of(q.device).num_sms, seqlen_q,
     )  # fmt: skip
-    body, heads = _cheapest(problem, body, _alike(problem, scales))
+    alike = _alike(problem, scales)
+    body, heads, packs = _cheapest(problem, body, alike)
     stated = body.stated
     num_consumers, tokens = stated.sizes["consumers"], _ROWS // heads
-    num_packs = num_heads // heads
-    tiles_a_head = -(-seqlen_q // (tokens * num_consumers))
-    num_tiles = tiles_a_head * problem.batch_size * num_packs
+    num_packs = num_heads // alike * packs
+    tiles_a_pack = -(-seqlen_q // (tokens * num_consumers))
+    num_pairs = problem.batch_size * num_packs
+    num_tiles = tiles_a_pack * num_pairs
+    packs_a_group = heads_a_group(problem, seqlen_k) // alike * packs
+    tile = _tile(body, heads)
+    if _is_dealt(problem, num_pairs, tile):
+        num_sms = device_of(q.device).num_sms
+        _, packs_a_group = _dealt(seqlen_q, seqlen_k, num_pairs, tile, num_sms)
     q_scale_heads = num_heads
     if scales.q is not None and scales.q.numel() > 1:
         q_scale_heads = scales.q.shape[0 if scales.q.dim() == 1 else 1]
     numbers = (
         *strides_of(out), *lse_strides_of(lse), *_scale_strides(scales.q),
         *_scale_strides(scales.k), *_scale_strides(scales.v), problem.batch_size, num_packs,
-        num_kv_heads, head_dim, seqlen_q, seqlen_k, *problem.totals,
-        max(1, num_packs // max(1, q_scale_heads)), heads_a_group(problem, seqlen_k) // heads,
+        head_dim, seqlen_q, seqlen_k, *problem.totals, num_heads // max(1, num_kv_heads),
+        max(1, num_heads // max(1, q_scale_heads)),
+        packs_a_group,
         int(has_tables or seqlen_k == 0), int(out.dtype == torch.float16), problem.softmax_scale,
         0 if problem.window_right == 0 else _ALL_KEYS, heads, tokens,
-        -(-(1 << 16) // heads), tiles_a_head,
+        -(-(1 << 16) // heads), alike, packs, tiles_a_pack,
     )  # fmt: skip
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name) if num_tiles else nothing
-    boxes = (tokens, heads, stated.sizes["block_n"])  # of q, of k and v
+    panel_bytes = _PANELS.get(body.head_dim, PANEL_BYTES)
+    boxes = (tokens, heads, stated.sizes["block_n"], panel_bytes)  # of q, of k and v, of all
     return Launch(function, grid, stated.block, stated.shared_bytes, numbers, boxes)
 
 
@@ -295,10 +381,10 @@ def maps(planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     """The descriptors that the launch takes instead of q, k and v."""
     if not planned.maps:
         return ()
-    tokens, heads, k_rows = planned.maps
+    tokens, heads, k_rows, panel_bytes = planned.maps
     # Where there are no keys, descriptors of something: nothing is loaded.
-    keys = [tensor_map(x if x.numel() else q, k_rows) for x in (k, v)]
-    return packed_tensor_map(q, tokens, heads), *keys
+    keys = [tensor_map(x if x.numel() else q, k_rows, panel_bytes=panel_bytes) for x in (k, v)]
+    return packed_tensor_map(q, tokens, heads, panel_bytes), *keys
 
 
 def launch(

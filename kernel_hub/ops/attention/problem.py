@@ -21,7 +21,7 @@ TABLES = (
 )  # fmt: skip
 # Masked scores are -inf times the scale, which fp32 must hold as a normal number.
 SCALES = (1e-20, 1e20)
-_PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle
+PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle
 _MAX_STRIDE_BYTES = 1 << 40
 _WIDEST = 1 << 29  # window: a sum with two lengths stays in 32 bits
 # tanh(x) for |x| <= _SMALL_TANH: x, x^3, x^5, x^7 times these, relative error 6e-7.
@@ -228,33 +228,39 @@ def is_mappable(tensor: torch.Tensor) -> bool:
     )
 
 
-def tensor_map(tensor: torch.Tensor, rows: int, promotion: str | None = None) -> bytes:
-    """The tensor map of boxes of `rows` tokens of one head, 128 bytes of it wide; promotion: of
+def tensor_map(
+    tensor: torch.Tensor, rows: int, promotion: str | None = None, panel_bytes: int = PANEL_BYTES
+) -> bytes:
+    """The tensor map of boxes of `rows` tokens of one head, so many bytes of it wide; promotion: of
     `Boxes`.
 
     Dimensions: (batch, heads, tokens, head_dim), batch 1 where the tensor has none.
     """
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, promotion)
+    layout = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    key = (*layout, rows, promotion, panel_bytes)
     return tensor_maps.known.get(key) or tensor_maps.make(
-        key, tensor, _boxes(tensor, rows)._replace(promotion=promotion)
+        key, tensor, _boxes(tensor, rows, panel_bytes)._replace(promotion=promotion)
     )
 
 
-def packed_tensor_map(tensor: torch.Tensor, tokens: int, heads: int) -> bytes:
-    """The tensor map of boxes of `tokens` tokens by `heads` heads, 128 bytes of each wide.
+def packed_tensor_map(
+    tensor: torch.Tensor, tokens: int, heads: int, panel_bytes: int = PANEL_BYTES
+) -> bytes:
+    """The tensor map of boxes of `tokens` tokens by `heads` heads, so many bytes of each wide.
 
     Dimensions: (batch, tokens, heads, head_dim), batch 1 where the tensor has none.
     """
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tokens, heads)
+    layout = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    key = (*layout, tokens, heads, panel_bytes)
     return tensor_maps.known.get(key) or tensor_maps.make(
-        key, tensor, _packed_boxes(tensor, tokens, heads)
+        key, tensor, _packed_boxes(tensor, tokens, heads, panel_bytes)
     )
 
 
-def _packed_boxes(tensor: torch.Tensor, tokens: int, heads: int) -> Boxes:
+def _packed_boxes(tensor: torch.Tensor, tokens: int, heads: int, panel_bytes: int) -> Boxes:
     sizes, steps = _layout(tensor)
-    panel = _PANEL_BYTES // tensor.element_size()
-    return Boxes(sizes, (*steps, 1), (1, tokens, heads, panel))
+    panel = panel_bytes // tensor.element_size()
+    return Boxes(sizes, (*steps, 1), (1, tokens, heads, panel), swizzle=f"{panel_bytes}B")
 
 
 def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[int]]:
@@ -267,12 +273,12 @@ def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[int]]:
     return sizes, [step if size > 1 else sizes[-1] for size, step in pairs]
 
 
-def _boxes(tensor: torch.Tensor, rows: int) -> Boxes:
+def _boxes(tensor: torch.Tensor, rows: int, panel_bytes: int) -> Boxes:
     sizes, steps = _layout(tensor)
     head_dim = sizes[-1]
     return Boxes(
         (sizes[0], sizes[2], sizes[1], head_dim), (steps[0], steps[2], steps[1], 1),
-        (1, 1, rows, _PANEL_BYTES // tensor.element_size()),
+        (1, 1, rows, panel_bytes // tensor.element_size()), swizzle=f"{panel_bytes}B",
     )  # fmt: skip
 
 

@@ -12,13 +12,14 @@ known: dict[tuple[Any, ...], bytes] = {}
 
 
 class Boxes(NamedTuple):
-    """A tensor as a kernel reads or writes it, box by box, with a swizzle of 128 bytes."""
+    """A tensor as a kernel reads or writes it, box by box, with a swizzle."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements, the last one 1
     box: tuple[int, ...]
     dtype: torch.dtype | None = None  # what its elements are taken for; None: their own
     promotion: str | None = None  # bytes that the L2 fetches at a time; None: as strides allow
+    swizzle: str = "128B"
 
 
 def tensor_map(tensor: torch.Tensor, boxes: Boxes) -> bytes:
@@ -39,7 +40,7 @@ def make(key: tuple[Any, ...], tensor: torch.Tensor, boxes: Boxes) -> bytes:
         "128B" if any(stride * size % 128 for stride in boxes.strides[:-1]) else "256B"
     )
     made = TensorMap.tiled(
-        elements, boxes.box, swizzle="128B", l2_promotion=promotion,
+        elements, boxes.box, swizzle=boxes.swizzle, l2_promotion=promotion,
         shape=boxes.shape, strides=boxes.strides,
     ).raw  # fmt: skip
     if len(known) >= _MAX_MAPS:

@@ -214,7 +214,8 @@ def run(case: Case, causal: bool) -> None:
 @pytest.mark.parametrize("kind", ["batch", "blocks"])
 @pytest.mark.parametrize(
     ("head_dim", "is_own"),
-    [(n, True) for n in (16, 64, 80, 128)] + [(n, False) for n in (16, 64, 80, 128, 192, 208, 256)],
+    [(n, True) for n in (16, 64, 80, 128)]
+    + [(n, False) for n in (16, 64, 80, 128, 144, 160, 192, 208, 224, 256)],
 )
 def test_every_kernel(
     hopper: None, monkeypatch: pytest.MonkeyPatch, head_dim: int, is_own: bool, kind: str,
@@ -223,7 +224,7 @@ def test_every_kernel(
     """is_own: by the kernels of the table, whatever others would cost."""
     if is_own:
         monkeypatch.setattr(FP8, "_FEW_ROUNDS", dict.fromkeys(FP8._FEW_ROUNDS, 0))
-        monkeypatch.setattr(FP8, "_cheapest", lambda problem, own, alike: (own, 1))
+        monkeypatch.setattr(FP8, "_cheapest", lambda problem, own, alike: (own, 1, alike))
     forget_all()  # what was planned by the other rule
     one = [(1, 1), (97, 333), (300, 64), (64, 2000), (1100, 1100), (130, 16500)]
     for lengths_q, lengths_k in [((515,) * 2, (515,) * 2)] + [((a,), (b,)) for a, b in one]:
@@ -234,8 +235,8 @@ def test_every_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (14, 2), (5, 1), (16, 1)])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 160, 192, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (14, 2), (5, 1), (16, 1), (142, 2)])
 def test_heads_share_tiles(
     hopper: None, heads: int, kv_heads: int, head_dim: int, causal: bool
 ) -> None:  # fmt: skip

@@ -104,6 +104,15 @@ def test_how_many_heads_share_tiles_in_e4m3() -> None:
     assert found(79, 561, 14, 2, 128) == 7  # 217, 191
     assert found(7, 768, 12, 1, 128) < 12  # 25.7, 27.5 with all
     assert found(2, 96, 32, 32, 128) == 1
+    # 71 heads, in 8 packs of 9: 684, 378. Of wider bodies that one whose tiles heads can share.
+    assert found(128, 269, 71, 1, 64) == 9 and FP8._packs(71, 1) == [(1, 71)]
+    assert FP8._packs(71, 64)[-1] == (36, 2) and FP8._packs(6, 64) == [
+        (1, 6),
+        (2, 3),
+        (3, 2),
+        (6, 1),
+    ]
+    assert found(64, 200, 16, 4, 224) == 4 and found(64, 1500, 16, 4, 192) == 1
 
     def alike(scale: torch.Tensor | None) -> int:
         q, k = (torch.empty(2, 300, n, 64, device="meta") for n in (12, 2))
@@ -112,6 +121,26 @@ def test_how_many_heads_share_tiles_in_e4m3() -> None:
     assert alike(None) == alike(torch.ones(())) == alike(torch.ones(2, 2)) == 6
     assert alike(torch.ones(4)) == 3 and alike(torch.ones(2, 12)) == 1
     assert alike(torch.ones(2, 2, 3)) == 1
+
+
+def test_how_few_causal_tiles_are_dealt_in_e4m3() -> None:
+    """In few rounds some heads go through theirs before the others, if all fit into the L2."""
+    tile = TileCost(192, 96, 1.16, 2.4)
+
+    def last(heads: int, seqlen: int) -> int:
+        return int(FP8._dealt(seqlen, seqlen, heads, tile, 132)[1])
+
+    assert last(4, 19_282) == 3 and last(6, 11_588) == 4 and last(1, 19_282) == 1
+    assert FP8._dealt(19_282, 19_282, 4, tile, 132)[0] == pytest.approx(400, rel=0.03)  # us: 409
+
+    def is_dealt(heads: int, seqlen: int, right: int = 0) -> bool:
+        q = torch.empty(1, seqlen, heads, 128, device="meta").to(torch.float8_e4m3fn)
+        problem = Problem(q, q, q, 1, seqlen, seqlen, 0.1, window_right=right)
+        with pretend(PlannedGpu((9, 0), 132)):
+            return bool(FP8._is_dealt(problem, heads, tile))
+
+    assert is_dealt(4, 19_282) and not is_dealt(4, 19_282, -1)
+    assert not is_dealt(1, 4096) and not is_dealt(24, 19_282)
 
 
 def test_costs() -> None:

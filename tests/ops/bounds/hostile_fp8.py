@@ -22,7 +22,7 @@ class HostileFp8(HostileAttention):
         super().__init__(
             generator, arena, layout=generator.choice(LAYOUTS), dtype=E4M3, softcap=0.0,
             window_size=(-1, -1), own_head_dim_v=None,
-            head_dim=generator.choice((64, 96, 128, 256)),
+            head_dim=generator.choice((64, 96, 128, 160, 192, 224, 256)),
         )  # fmt: skip
         kind = generator.choice(("none", "batch", "blocks"))
         self.scales: dict[str, torch.Tensor] = {}
