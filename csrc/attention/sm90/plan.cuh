@@ -104,7 +104,9 @@ struct Packing {
     // are sorted.
     int longest;
     float* partials;  // of each block, kSlots pieces
-    int* line;        // where each sequence begins in the line, its end, `longest` as found
+    // Where each sequence begins in the line, its end, `longest` as found; null: of one length, or
+    // tiles are whole and no merge comes after.
+    int* line;
     // Whole tiles of sequences of one length: so many (sequence, kv head) pairs run through their
     // tiles together, the last ones of all of them first; 1: pair by pair; 0: the same, and blocks
     // draw what they take next.
