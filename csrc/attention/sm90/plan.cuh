@@ -104,9 +104,7 @@ struct Packing {
     // are sorted.
     int longest;
     float* partials;  // of each block, kSlots pieces
-    // Where each sequence begins in the line, its end, `longest` as found; null: of one length, or
-    // tiles are whole and no merge comes after.
-    int* line;
+    int* line;        // where each sequence begins in the line, its end, `longest` as found
     // Whole tiles of sequences of one length: so many (sequence, kv head) pairs run through their
     // tiles together, the last ones of all of them first; 1: pair by pair; 0: the same, and blocks
     // draw what they take next.

@@ -33,7 +33,7 @@ _FEW_ROWS, _PLACES = 64, 2  # rows of a tile of which a multiprocessor has so ma
 # Of chunks over caches of any lengths: the longest tile up to which to cut it and to merge takes
 # longer than it saves; rounds up to which to sort and draw them does, known to differ or not.
 _SHORT_TILE_US, _UNSORTED_ROUNDS = 10.0, (1.0, 2.2)
-_STEP = 16  # queries, of which nearly all tiles are short
+_STEP, _WHOLE_TILE_US = 16, 40.0  # of up to so many queries, where rounds are as long as that one
 # Pieces of 128 rows and columns, one from each multiprocessor, out, in again and merged.
 _PIECES_US = 2.9
 
@@ -142,7 +142,7 @@ class PackedTile(NamedTuple):
         if is_short or not is_chunk:
             return is_short, is_short
         longest_us = seen * self.unit_us_of(min(1.0, rounds))
-        is_step = every[0].seqlen_q <= _STEP
+        is_step = every[0].seqlen_q <= _STEP and longest_us <= _WHOLE_TILE_US
         is_whole = longest_us <= _SHORT_TILE_US or (is_step and rounds * every[-1].evenness >= 1)
         most = _UNSORTED_ROUNDS[any(not each.is_ragged for each in every)]
         return rounds <= most and longest_us <= _SHORT_TILE_US, is_whole

@@ -309,19 +309,18 @@ def plan(
     num_bytes = shared_bytes(sizes_of(given), tokens, rows_of(given), shape)
     return Launch(
         common.shipped(cubin_of(given), name(given)), grid, (32 * warps, 1, 1),
-        max(num_bytes, pairs_bytes(given, warps, math.prod(grid))), numbers,
+        max(num_bytes, pairs_bytes(given, shape, math.prod(grid))), numbers,
         options={"programmatic": True, "cluster": (blocks, 1, 1)},
     )  # fmt: skip
 
 
-def pairs_bytes(given: DecodeGiven, warps: int, num_blocks: int) -> int:
+def pairs_bytes(given: DecodeGiven, shape: tuple[int, int], num_blocks: int) -> int:
     """Of shared memory that no more than two blocks a multiprocessor have; 0: as many as fit."""
     device = device_of(given.q.device)
     few, most = (x * device.num_sms for x in _FAST_PAIRS)
     is_narrow = is_small(given) and width_of(given) == _WIDTHS[1]
-    is_capped = (
-        is_fast_memory(given) and is_narrow and warps == _FEW_WARPS and few < num_blocks <= most
-    )
+    is_theirs = shape[0] == _FEW_WARPS and shape[1] < _MOST_BLOCKS  # which find fewer places then
+    is_capped = is_fast_memory(given) and is_narrow and is_theirs and few < num_blocks <= most
     return device.sm_shared_bytes // 3 if is_capped else 0
 
 

@@ -72,6 +72,7 @@ def test_which() -> None:
     # Long ones are cut, where they are longer than what a block has.
     assert FEW_ROWS.whole_of((even, ragged), 40, 0.9, False, True) == (False, False)
     assert FEW_ROWS.whole_of((even, ragged), 40, 4.0, False, True) == (False, True)
+    assert FEW_ROWS.whole_of((even, ragged), 60, 4.0, False, True) == (False, False)
     chunk = even._replace(seqlen_q=17), ragged._replace(seqlen_q=17)
     assert FEW_ROWS.whole_of(chunk, 40, 4.0, False, True) == (False, False)
     # Prompts are as they were, but that those which are not sorted need no merge.

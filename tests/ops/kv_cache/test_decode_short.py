@@ -179,11 +179,11 @@ def test_blocks_lie_two_by_two(num_blocks: int, places: int) -> None:
     with plan_for(H200):
         sizes = decode_short.sizes_of(given)
         own = decode_short.shared_bytes(sizes, 640, 4, (4, 1))
-        block_bytes = 1024 + max(own, decode_short.pairs_bytes(given, 4, num_blocks))
+        block_bytes = 1024 + max(own, decode_short.pairs_bytes(given, (4, 2), num_blocks))
         assert H200.sm_shared_bytes // block_bytes == places
-        assert decode_short.pairs_bytes(given, 8, num_blocks) == 0
+        assert not any(decode_short.pairs_bytes(given, x, num_blocks) for x in ((8, 1), (4, 8)))
     with plan_for(H100):
-        assert decode_short.pairs_bytes(given, 4, num_blocks) == 0
+        assert decode_short.pairs_bytes(given, (4, 2), num_blocks) == 0
 
 
 def test_which(monkeypatch: pytest.MonkeyPatch) -> None:
