@@ -23,7 +23,7 @@
 // by `tokens`.
 // Source: Dao et al., "Flash-Decoding", 2023; Osama et al., "Stream-K", 2023.
 //
-// kernel_hub: allow-local-memory: 8 bytes with windows, in the warps that load
+// kernel_hub: allow-local-memory: 8 bytes with windows and of 192 rows, in the warps that load
 
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/merge.cuh"
