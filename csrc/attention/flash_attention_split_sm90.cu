@@ -6,8 +6,9 @@
 // and their blocks of keys are one line (sm90/line.cuh), dealt to the blocks by the lengths on the
 // device. A tile that one block has is written as it is; else its pieces, fp32 sums with the shift
 // and the sum of their exponents, go to memory, and ..._merge adds them up in the order of the
-// keys: the same bits every time. It also writes the rows that see no keys. Pieces have no sinks:
-// those join the sum of a whole tile, or the merge's.
+// keys: the same bits every time. It also writes the rows that see no keys; where all tiles are
+// whole there is no merge, and a warp that loads nothing writes them. Pieces have no sinks: those
+// join the sum of a whole tile, or the merge's.
 //
 // Parallelisation, shared memory and products of a block: flash_attention_sm90.cu. The merge: 16
 // rows by 32 columns a warp, or `team` warps where a tile has many pieces.
@@ -23,7 +24,7 @@
 // by `tokens`.
 // Source: Dao et al., "Flash-Decoding", 2023; Osama et al., "Stream-K", 2023.
 //
-// kernel_hub: allow-local-memory: 8 bytes with windows, in the warps that load
+// kernel_hub: allow-local-memory: 8 bytes with windows and of 192 rows, in the warps that load
 
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/merge.cuh"

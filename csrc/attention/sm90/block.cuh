@@ -82,6 +82,11 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
             } else {
                 __threadfence();      // the merge reads the line before it waits
                 allow_next_launch();  // the merge, which writes what sees no keys
+                if constexpr (C::kHasParts) {
+                    if (is_alone(p)) {
+                        write_empty_tiles<C>(p);
+                    }
+                }
             }
         } else if (C::kMask != Mask::kFull || p.has_foreign_rows || p.cu_seqlens_q) {
             write_empty_tiles<C>(p);

@@ -4,11 +4,12 @@
 //   in shares: kBlockN keys; each block takes a stretch of the line, all of them equally long;
 //   in parts:  an equal part, of `longest` blocks of keys at most; a block takes one of them, or
 //              where there are more of them draws the next, as in turn;
-//   in turn:   all that it sees, or where lengths are on the device parts of no more than a share,
-//              the longest first; a block takes one of each round, or where lengths or what tiles
-//              see of them differ draws the next (Parameters::tile_counter), so that those that run
-//              at a time read the same keys: with shares longer than a tile, each block reads keys
-//              of its own from memory, of many kv heads at a time.
+//   in turn:   all that it sees, or where lengths are on the device and a merge comes after parts
+//              of no more than a share, the longest first; a block takes one of each round, or
+//              where lengths or what tiles see of them differ draws the next
+//              (Parameters::tile_counter), so that those that run at a time read the same keys:
+//              with shares longer than a tile, each block reads keys of its own from memory, of
+//              many kv heads at a time.
 // Parts are longer than shares, and are fewer pieces: a share may have the ends of two tiles.
 // Tiles of a sequence are as wide as its widest. In the line come, outermost first: sequences, kv
 // heads, chunks of keys (of a share's length, or a part), tiles, the last one first, units: blocks
@@ -165,6 +166,11 @@ __device__ __forceinline__ bool has_device_lengths(const Parameters& p) {
     return p.cu_seqlens_q || p.cu_seqlens_k || p.cache_seqlens;
 }
 
+// Whether tiles in turn are whole though lengths are on the device, so that no merge comes after.
+__device__ __forceinline__ bool is_alone(const Parameters& p) {
+    return has_device_lengths(p) && !p.packing.line;
+}
+
 __device__ __forceinline__ int share_of(const Parameters& p, int longest, int units, int blocks) {
     return longest != 1 ? 1 : max(p.packing.least_blocks, parts_of(units, blocks));
 }
@@ -223,7 +229,7 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
     if (has_lengths && longest != 1 && longest != Packing::kAsTheyCome) {
         const int share = find_share(p, line, tiles, blocks);
         if (longest > 1) {
-            longest = C::kHasParts ? min(longest, share) : longest;
+            longest = C::kHasParts && p.packing.line ? min(longest, share) : longest;
             const int parts = C::kHasParts ? max(1, parts_of(blocks, longest)) : 1;
             rank = find_rank(p, line, (blocks + parts - 1) / parts,
                              tiles * blocks * p.batch_size == line.sums[Line::kTried]);
@@ -247,7 +253,8 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
     if (!has_lengths) {
         return;
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
+    const bool is_written = blockIdx.x == 0 && p.packing.line;
+    if (is_written && threadIdx.x == 0) {
         p.packing.line[p.batch_size + 1] = longest;
     }
     __syncthreads();
@@ -265,7 +272,7 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
             }
             if (i <= p.batch_size) {
                 line.begin[i] = sum + end - own;
-                if (blockIdx.x == 0) {
+                if (is_written) {
                     p.packing.line[i < p.batch_size ? line.batch[i] : i] = sum + end - own;
                 }
             }

@@ -58,10 +58,11 @@ struct Work {
             return static_cast<float>(parallel);
         }
         const float places = 2.0f * sms;
-        if (is_even && all_items <= sms && units > 3.0f * fine && units <= 18.0f * fine) {
+        const bool is_double = units <= 18.0f * fine || 3.0f * all_items > 2.0f * sms;
+        if (is_even && all_items <= sms && units > 2.0f * fine && is_double) {
             // All places are taken, as multiprocessors with one part of two would be waited for;
             // and no more, as a part of a second round would be: so many parts an item, or fewer,
-            // or so many in all though each is rounded up.
+            // or so many in all though each is rounded up. Of many bytes, few items are in more.
             const float parts = floorf(__fdividef(places + 0.5f, all_items));
             const float each = fminf(parts - kSpare, __fdividef(parts + kSlack, longest));
             return fmaxf(all_items * each, places - 0.875f * all_items);

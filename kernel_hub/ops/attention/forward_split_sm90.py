@@ -15,10 +15,10 @@ from ..core import common
 from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
+from . import packed_tile
 from . import split_costs as costs
 from . import tile_costs as prompts
-from .packed_tile import BODIES, CUBIN, MAX_BLOCKS, Body, chunk_parts, merge_name
-from .packed_tile import prompt_parts as prompt_parts_us
+from .packed_tile import BODIES, CUBIN, MAX_BLOCKS, MERGES_AN_SM, Body, chunk_parts, merge_name
 from .problem import (
     Problem,
     lse_strides_of,
@@ -34,12 +34,13 @@ choice: bool | None = None
 cuts_tiles: bool | None = None
 # Whether shares may be parts. For tests.
 has_parts = True
+# Whether tiles in turn are whole, whatever lengths: None where it is faster. For tests.
+alone: bool | None = None
 # Parts that blocks draw, of the longest tile: None where it is faster, 0: shares. For tests.
 prompt_parts: int | None = None
 
 NUM_COUNTERS = 2  # the next unit that is drawn, blocks that are done
 _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has on their way
-_MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
 _MAX_BATCH, _MAX_HEADS, _MAX_UNITS = 256, 1 << 15, 1 << 30  # Line::kMost; 32-bit sums
 _NO_MASK = 1 << 29
 # Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
@@ -196,7 +197,7 @@ def best_way(problem: Problem, whole_rows: int = 0) -> Way:
         if not is_packed:
             shares = mean_of(costs.split_us(each, tile, places) for each in sizes)
         if body.mask == "causal" and is_bound and not (body.has_few_rows or is_short):
-            parts_us, most = prompt_parts_us(sizes[0], tile, places)
+            parts_us, most = packed_tile.prompt_parts(sizes[0], tile, places)
             if prompt_parts is not None:
                 parts_us, most = shares, prompt_parts
             if most > 0:
@@ -231,14 +232,6 @@ def _chunk_parts(sizes: costs.Sizes, tile: costs.PackedTile, places: int) -> tup
             us = work_us + _CHUNK_PIECES * min(3.0, rounds) * tile.pieces_us
             found = min(found, (us / _SURELY_PARTS, parts))
     return found
-
-
-def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: bool) -> int:
-    """Tiles that a warp of the merge looks at: all in one wave, about two of them with pieces."""
-    scan, most = 1, min(_MOST_SCANNED, 2 * tiles // num_blocks if is_cut else _MOST_SCANNED)
-    while 2 * scan <= most and merge_blocks > scan * _MERGES_AN_SM * num_sms:
-        scan *= 2
-    return scan
 
 
 def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: int) -> int:
@@ -281,7 +274,12 @@ def plan(
     sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
     seen = costs.blocks_seen(sizes, tokens, block_n)
     together = prompts.pairs_together(problem, sizes, seen * block_n, tiles / most_blocks, tile)
-    longest = _SORTED if seen > prompts.short_blocks(sizes, tile) else _AS_THEY_COME
+    is_short, is_whole = seen <= prompts.short_blocks(sizes, tile), False
+    if together == 1 and body.mask == "causal" and problem.has_lengths:
+        every, rounds = costs.sizes_of(problem), tiles / most_blocks
+        is_short, is_whole = tile.whole_of(every, seen, rounds, is_short, costs.is_chunk(sizes))
+        is_whole = is_whole if alone is None else alone
+    longest = _AS_THEY_COME if is_short else _SORTED
     if together > 1:
         longest = _SORTED if tiles > _DEALT_ROUNDS * most_blocks else _AS_THEY_COME
     if is_cut:
@@ -297,7 +295,7 @@ def plan(
     strips = -(-heads * min(tokens, seqlen_q) // 16)
     columns = body.head_dim // 32
     if is_cut:
-        most = _MERGES_AN_SM * num_sms * _MERGE_WARPS
+        most = MERGES_AN_SM * num_sms * _MERGE_WARPS
         while (
             team < _MERGE_WARPS
             and seen > team * _AT_ONCE * share
@@ -308,10 +306,10 @@ def plan(
     merge_blocks = -(-tiles * warps // _MERGE_WARPS)
     scan = 1
     if team == 1:
-        scan = 1 if parts else _scan(tiles, merge_blocks, num_blocks, num_sms, is_cut)
+        scan = 1 if parts else packed_tile.scan_of(tiles, merge_blocks, num_blocks, num_sms, is_cut)
     scans = -(-tiles // scan)
     if not is_cut and problem.has_lengths:  # it lists those that it takes
-        most = _MERGES_AN_SM * num_sms * _MERGE_WARPS
+        most = MERGES_AN_SM * num_sms * _MERGE_WARPS
         scan, scans = 0, min(tiles, max(1, most // warps))
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1
@@ -346,13 +344,14 @@ def plan(
         options={"programmatic": True},
     )  # fmt: skip
     sees_keys = right < 0 or right == _NO_MASK or seqlen_k >= seqlen_q
-    if not is_cut and not problem.has_lengths and sees_keys:
+    is_alone = not is_cut and (is_whole if problem.has_lengths else sees_keys)
+    if is_alone:
         merge = None
     is_mixed = longest == _SORTED and problem.has_lengths and body.mask == "causal"
-    has_pieces = is_cut or is_mixed
+    has_pieces = is_cut or (is_mixed and not is_alone)
     pieces = max(num_blocks * costs.SLOTS, tiles * parts) if has_pieces else 0
     floats = pieces * block_m * (body.head_dim + 2)
-    ints = problem.batch_size + 2 if problem.has_lengths else 0
+    ints = problem.batch_size + 2 if problem.has_lengths and not is_alone else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))
     return Launch(

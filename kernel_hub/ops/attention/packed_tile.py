@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from .problem import Problem, Sizes
 
 CUBIN = "flash_attention_split_sm90"
 MAX_BLOCKS = 256  # merge.cuh holds two pieces of each of a tile's chunks
+MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
 
 # Of a multiprocessor, by width and rows, and how much more of its part a block of few rows does
 # where it has one alone.
@@ -29,6 +31,10 @@ _FEW_ENDS, _FEW_IN_TURN = 0.72, 0.95
 _NEARLY = 1.04
 _NARROWEST = 64
 _FEW_ROWS, _PLACES = 64, 2  # rows of a tile of which a multiprocessor has so many
+# Of chunks over caches of any lengths: the longest tile up to which to cut it and to merge takes
+# longer than it saves; rounds up to which to sort and draw them does, known to differ or not.
+_SHORT_TILE_US, _UNSORTED_ROUNDS = 10.0, (1.0, 2.2)
+_STEP, _WHOLE_TILE_US = 16, 40.0  # of up to so many queries, where rounds are as long as that one
 # Pieces of 128 rows and columns, one from each multiprocessor, out, in again and merged.
 _PIECES_US = 2.9
 
@@ -75,6 +81,14 @@ BODIES = (
 def merge_name(dtype: torch.dtype, scan: int = 1) -> str:
     """The second kernel, of all bodies; scan: not 1 where most tiles are written already."""
     return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_merge" + "_left" * (scan != 1)
+
+
+def scan_of(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: bool) -> int:
+    """Tiles that a warp of the merge looks at: all in one wave, about two of them with pieces."""
+    scan, most = 1, min(_MOST_SCANNED, 2 * tiles // num_blocks if is_cut else _MOST_SCANNED)
+    while 2 * scan <= most and merge_blocks > scan * MERGES_AN_SM * num_sms:
+        scan *= 2
+    return scan
 
 
 class PackedTile(NamedTuple):
@@ -128,6 +142,19 @@ class PackedTile(NamedTuple):
         """The same where so many of all places are."""
         is_alone = self.places > 1 and self.places * busy <= _NEARLY
         return self.unit_us / _ALONE if is_alone else self.unit_us
+
+    def whole_of(
+        self, every: Sequence[Sizes], seen: int, rounds: float, is_short: bool, is_chunk: bool
+    ) -> tuple[bool, bool]:
+        """Of tiles of lengths on the device, the longest of so many blocks of keys: (whether they
+        are taken as they come, whether they stay whole, so that no merge comes after)."""
+        if is_short or not is_chunk:
+            return is_short, is_short
+        longest_us = seen * self.unit_us_of(min(1.0, rounds))
+        is_step = every[0].seqlen_q <= _STEP and longest_us <= _WHOLE_TILE_US
+        is_whole = longest_us <= _SHORT_TILE_US or (is_step and rounds * every[-1].evenness >= 1)
+        most = _UNSORTED_ROUNDS[any(not each.is_ragged for each in every)]
+        return rounds <= most and longest_us <= _SHORT_TILE_US, is_whole
 
     @property
     def pieces_us(self) -> float:

@@ -225,7 +225,8 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         num_bytes = batch_size * num_kv_heads * seen * token_bytes
         caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes, batch_size == 1)
         blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
-        split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
+        wide = variant.is_sm90 and short.is_fast_memory(given)
+        split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms, wide)
     token = common.DTYPE_TOKENS[q.dtype]
     if shape[0]:
         functions = [common.shipped(short.cubin_of(given), short.name(given))]

@@ -76,6 +76,9 @@ _FP32_BYTES = 4  # of an element
 # than two a multiprocessor: 6 times as much), finding equal shares costs more than unequal ones do.
 SHORT_TOKENS, SHORT_BYTES = 8192, 360 << 10
 CROWD, CROWD_FACTOR = 2, 6
+# Of those, Hopper's own of many columns are in two parts where memory is fast and an item has so
+# many bytes, up to so many a multiprocessor.
+MANY, LONG_BYTES = 6, 1 << 20
 # A block that has no more than this under way, or so many columns, reads slower than two a
 # multiprocessor, which earn their merge where there are few items of large caches.
 FEW_BYTES, LARGE_BYTES, MANY_COLUMNS = 32 << 10, 128 << 20, 256
@@ -246,9 +249,10 @@ def shares_of(items: int, units: int, fine_units: int, num_sms: int) -> int:
 
 
 def choose_split(
-    caches: Caches, unit_tokens: int, num_splits: int, blocks: int, num_sms: int
-) -> Split:
-    """blocks: of `blocks_for`.
+    caches: Caches, unit_tokens: int, num_splits: int, blocks: int, num_sms: int,
+    is_wide: bool = False,
+) -> Split:  # fmt: skip
+    """blocks: of `blocks_for`; is_wide: of Hopper's own of many columns, and fast memory.
 
     Measured on an H200 (docs/notes/decode_attention.md): a block a multiprocessor is best, and
     reads as fast as two, but where it has little under way.
@@ -263,6 +267,8 @@ def choose_split(
         longest = -(-caches.seen // min(fixed, max_units)) * caches.token_bytes
         limit = SHORT_BYTES * (CROWD_FACTOR if items > CROWD * blocks else 1)
         if max_units * unit_tokens <= SHORT_TOKENS and longest <= limit:
+            if is_wide and CROWD < items / blocks <= MANY and longest > LONG_BYTES:
+                fixed = 2
             saved = caches.seen * caches.token_bytes * (fixed - 1) // fixed
             num_splits = 1 if saved < PART_BYTES else fixed
     num_splits = min(num_splits, max_units)

@@ -29,7 +29,8 @@ _VECTOR, _OUT_VECTOR = 8, 4  # elements that are read, or written, at once
 _ROWS, _MOST_ROWS, _WIDTHS = 16, 32, (64, 128, 256)  # of a block, the widest of the fewer rows
 _SENT_BYTES = 24  # four columns of a row, its maximum and its sum
 _BARRIER_BYTES = 8
-_TILE, MAX_EIGHT_WARPS = 16, 128  # tokens of a warp's tile; columns of blocks of eight warps
+# Tokens of a warp's tile; warps of the smaller blocks; columns of those of eight.
+_TILE, _FEW_WARPS, MAX_EIGHT_WARPS = 16, 4, 128
 _MOST_BLOCKS = 8  # a cluster of 16 waits for a place
 # About how long they take, fitted to both GPUs (docs/notes/decode_attention.md), by width and rows
 # of a block: a launch; a warp's tile; a round of blocks more than run at a time, how many of four
@@ -64,6 +65,12 @@ _FAST_BYTES_A_US = 4.4e6
 # A multiprocessor; of clusters of eight where lengths may be alike.
 _FAST_PLACES, _FAST_EIGHTS = 1.64, 1.36
 _FAST_PARTS_TOKENS = 512  # of few items of many columns
+# Of caches that may be full, as plain ones may, lengths are alike mostly. Blocks of which two a
+# multiprocessor are enough, by those: three lie on some, where others have one.
+_FAST_EVENLY, _FAST_PAIRS = 0.9, (1.5, 2.0)
+# Of the most columns, where items are more than multiprocessors: by those; bytes of an item, from
+# which on parts are slower however many bytes all have; tokens, of caches that may be full.
+_FAST_WIDE_ITEMS, _FAST_WIDE_BYTES, _FAST_WIDE_LONGEST = 11, 1 << 20, 4096
 # Items of which blocks have eight warps, by width, from so many tokens on, fewer or more; and
 # clusters of two.
 _FAST_EIGHT, _FAST_EIGHT_TOKENS, _FAST_TWO_TOKENS = {64: 20, 128: 12}, (512, 2048), (1472, 3072)
@@ -72,6 +79,11 @@ _FAST_ROUND, _FAST_ROUND_LONGEST, _FAST_ALIKE = (0.64, 1.06), 2048, 2.2
 # Long items that are more than clusters of eight find places, and fewer than two of a block fill:
 # parts, of caches that may be full and so many bytes.
 _FAST_PARTS, _FAST_PARTS_BYTES = 0.5, 50e6
+
+
+def is_fast_memory(given: DecodeGiven) -> bool:
+    """Whether the GPU's gives more than an H100's."""
+    return device_of(given.q.device).peak_bytes_a_us >= _FAST_BYTES_A_US
 
 
 def can_take(given: DecodeGiven) -> bool:
@@ -124,7 +136,7 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     if choice is False or not can_take(given):
         return 0, 0
     device, problem = device_of(given.q.device), problem_of(given)
-    num_sms, is_fast = device.num_sms, device.peak_bytes_a_us >= _FAST_BYTES_A_US
+    num_sms, is_fast = device.num_sms, is_fast_memory(given)
     items = given.q.shape[0] * given.k_cache.shape[2] * row_blocks(given)
     every = costs.sizes_of(problem)
     room = every[0].seqlen_k
@@ -132,7 +144,9 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     few = num_sms // (2 if is_narrow else 8)
     is_few = items <= few and width_of(given) <= _WIDTHS[1] and room <= _FEW_LONGEST
     if not (is_few and is_narrow):  # whose time nobody asks
-        us, shape = best_shape(every, sizes_of(given), items, num_sms)
+        is_even = is_fast and is_narrow and width_of(given) > _WIDTHS[0] and items <= 2 * num_sms
+        evenly = _FAST_EVENLY if is_even and fills_pool(given) else 0.5
+        us, shape = best_shape(every, sizes_of(given), items, num_sms, evenly)
     is_alike = room < _FAST_ALIKE * mean_of(each.mean for each in every)
     is_round = is_fast and is_narrow and is_alike and room > _FAST_ROUND_LONGEST
     is_round = is_round and _FAST_ROUND[0] * num_sms <= items <= _FAST_ROUND[1] * num_sms
@@ -154,6 +168,10 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
             return 0, 0
     is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
     longest = _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST
+    is_crowd = is_fast and width_of(given) == _WIDTHS[-1]
+    is_crowd = is_crowd and num_sms < items <= _FAST_WIDE_ITEMS * num_sms
+    is_crowd = is_crowd and 4 * room * given.q.shape[-1] > _FAST_WIDE_BYTES
+    longest = _FAST_WIDE_LONGEST if is_crowd and is_full else longest
     num_bytes, apart_us = costs.key_bytes(every[0]), _APART_US
     is_paged = is_narrow and given.block_table is not None and width_of(given) == _WIDTHS[1]
     if room > longest:
@@ -162,7 +180,7 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
         shape, apart_us = long_shape(items, num_sms), _LONG_APART_US
     elif num_bytes > _MOST_BYTES and not is_short:
         is_many = is_paged and num_bytes <= _MOST_PAGED_BYTES
-        if not is_many and not (is_fast and is_narrow):
+        if not is_many and not (is_fast and is_narrow) and not is_crowd:
             return 0, 0
         shape = many_shape(items, num_sms) if is_many and not is_round else shape
     # Clusters of few leave multiprocessors that parts would read by.
@@ -248,11 +266,13 @@ def long_shape(items: int, num_sms: int) -> tuple[int, int]:
 
 
 def best_shape(
-    every: Sequence[costs.Sizes], sizes: Mapping[str, int], items: int, num_sms: int
-) -> tuple[float, tuple[int, int]]:
+    every: Sequence[costs.Sizes], sizes: Mapping[str, int], items: int, num_sms: int,
+    evenly: float = 0.5,
+) -> tuple[float, tuple[int, int]]:  # fmt: skip
     """About how long the fastest shape takes, and which it is.
 
-    every: what the caches may be; sizes: of the kernel; items: clusters.
+    every: what the caches may be; sizes: of the kernel; items: clusters; evenly: how much of the
+    choice is the first's, of lengths that are alike, where there are two.
     """
     width, rows = sizes["head_dim"], sizes["block_m"]
     start_us, tile_us, round_us, beside = _TIMES[width, rows]
@@ -262,7 +282,7 @@ def best_shape(
             continue
         places = num_sms * _PLACES[blocks] * (beside if warps == 4 else 1)
         begin_us = start_us + _CLUSTER_US * math.log2(blocks)
-        us = 1.0
+        each_us = []
         for each in every:
             tiles = -(-each.seqlen_k // (_TILE * warps * blocks))
             work = items * each.mean / _TILE / num_sms
@@ -271,9 +291,11 @@ def best_shape(
             one_us = begin_us + tile_us * tiles
             one_us += (round_us + _ROUND * tile_us * tiles) * max(0.0, rounds - 1)
             one_us += _WORK_US * work + costs.key_bytes(each) / (_READ * each.bytes_a_us)
-            us *= one_us ** (1 / len(every))
-        ways.append((us, (warps, blocks)))
-    us, shape = min(ways)
+            each_us.append(one_us)
+        us = mean_of(each_us)
+        weighed = math.prod(x**y for x, y in zip(each_us, (evenly, 1 - evenly), strict=False))
+        ways.append((us if len(every) == 1 else weighed, us, (warps, blocks)))
+    _, us, shape = min(ways)
     # Clusters take less than what they are chosen by.
     return us + _LEVEL_US - _LESS_US * math.log2(shape[1]), shape
 
@@ -283,12 +305,23 @@ def plan(
 ) -> Launch:
     """The launch, which takes the parameters of the other kernel."""
     warps, blocks = shape
+    grid = blocks, given.k_cache.shape[2] * row_blocks(given), given.q.shape[0]
+    num_bytes = shared_bytes(sizes_of(given), tokens, rows_of(given), shape)
     return Launch(
-        common.shipped(cubin_of(given), name(given)),
-        (blocks, given.k_cache.shape[2] * row_blocks(given), given.q.shape[0]),
-        (32 * warps, 1, 1), shared_bytes(sizes_of(given), tokens, rows_of(given), shape), numbers,
+        common.shipped(cubin_of(given), name(given)), grid, (32 * warps, 1, 1),
+        max(num_bytes, pairs_bytes(given, shape, math.prod(grid))), numbers,
         options={"programmatic": True, "cluster": (blocks, 1, 1)},
     )  # fmt: skip
+
+
+def pairs_bytes(given: DecodeGiven, shape: tuple[int, int], num_blocks: int) -> int:
+    """Of shared memory that no more than two blocks a multiprocessor have; 0: as many as fit."""
+    device = device_of(given.q.device)
+    few, most = (x * device.num_sms for x in _FAST_PAIRS)
+    is_narrow = is_small(given) and width_of(given) == _WIDTHS[1]
+    is_theirs = shape[0] == _FEW_WARPS and shape[1] < _MOST_BLOCKS  # which find fewer places then
+    is_capped = is_fast_memory(given) and is_narrow and is_theirs and few < num_blocks <= most
+    return device.sm_shared_bytes // 3 if is_capped else 0
 
 
 def name(given: DecodeGiven) -> str:

@@ -80,6 +80,7 @@ def test_drawn_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, inde
     force_rows(monkeypatch, generator.choice((FEW_ROWS, 128, 192)))
     monkeypatch.setattr(SPLIT, "has_parts", generator.choice((True, True, False)))
     monkeypatch.setattr(SPLIT, "prompt_parts", generator.choice((None, None, 2, 3, 7)))
+    monkeypatch.setattr(SPLIT, "alone", (None, True, False)[index % 3])
     with hopper_attention(monkeypatch, generator.choice((1, 2, 3, 7, 13, 61))):
         run(random_split_case(generator, EMULATED), "cpu")
     assert pieces
@@ -147,6 +148,7 @@ def test_long_tiles_in_turn_are_cut(
 ) -> None:
     """Into parts of a share at most, which go to memory; windows' are not."""
     monkeypatch.setattr(SPLIT, "cuts_tiles", False)
+    monkeypatch.setattr(SPLIT, "alone", False)
     rooms = taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.maps.floats))
     case = Case(
         num_heads=2, num_kv_heads=2, causal=True, layout=layout, twice=True, window_size=window,
@@ -293,6 +295,7 @@ def test_groups(
 def test_drawn(forced: list[str], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     monkeypatch.setattr(SPLIT, "cuts_tiles", (None, True, False)[index % 3])
     monkeypatch.setattr(SPLIT, "prompt_parts", (None, 2, 5, None)[index % 4])
+    monkeypatch.setattr(SPLIT, "alone", (None, True, False)[index // 3 % 3])
     run(random_split_case(random.Random(index)), "cuda")
     assert forced
 

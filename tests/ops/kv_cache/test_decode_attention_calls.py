@@ -130,7 +130,7 @@ def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
             for fewer in (split.fine_units + 1, 12 * split.fine_units + 1, units)
             if fewer <= units
         ]
-        if items <= 132 and units > 3 * split.fine_units:  # of one length
+        if items <= 132 and units > 2 * split.fine_units:  # of one length
             shares.append(2 * 132 // items * items - items // 4)
     for each in shares:
         parts = max(1, -int(-(each / items - 0.125) // 1))
@@ -151,7 +151,7 @@ def test_the_grid_holds_items_nearly_alike(items: int, num_sms: int) -> None:
         others = (drawn.choice((1, least, drawn.uniform(least, 1))) for _ in range(items - 1))
         lengths = [max_units, *(round(max_units * other) for other in others)]
         longest = max_units * items / sum(lengths)
-        if longest > 1.125 or sum(lengths) <= 3 * split.fine_units:
+        if longest > 1.125 or sum(lengths) <= 2 * split.fine_units:
             continue
         # Work::shares_of and splits_of: as many parts as there are places, or fewer.
         each = min(places // items - 0.25, (places // items + 0.12) / longest)

@@ -161,6 +161,29 @@ def test_which_where_memory_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tiles of few bytes take less than they are said to; parts have no short items of d 192.
     assert of(7, 13, 959, (24, 1)) == (0, 0) != shape_of(7, 13, 959, (24, 1))
     assert of(5, 10, 257, (16, 16), 192) == (4, 1) and of(5, 10, 857, (16, 16), 192) == (0, 0)
+    # Of caches that may be full, lengths are alike mostly.
+    assert of(105, 1, 768, (10, 2)) == of(64, 1, 1472, (16, 2)) == (8, 1)
+    assert (8, 1) not in (of(105, 1, 768, (10, 2), mean=300), of(64, 1, 1472, (16, 2), mean=1500))
+    # Many items of the most columns, whatever bytes there are; of two parts where they have fewer.
+    assert of(20, 7, 2112, (16, 16), 224) == of(64, 1, 4032, (16, 8), 256) == (4, 2)
+    assert of(20, 7, 1024, (128, 128), 224) == of(64, 1, 3200, (16, 8), 256, mean=900) == (0, 0)
+    assert shape_of(20, 7, 2112, (16, 16), 224) == (0, 0)
+
+
+@pytest.mark.parametrize(("num_blocks", "places"), [(198, 3), (199, 2), (264, 2), (265, 3)])
+def test_blocks_lie_two_by_two(num_blocks: int, places: int) -> None:
+    """No more than two of as many blocks as two a multiprocessor lie on one."""
+    half: Any = {"device": "meta", "dtype": torch.bfloat16}
+    q, cache = torch.empty(1, 1, 8, 128, **half), torch.empty(1, 640, 2, 128, **half)
+    given = DecodeGiven(q, cache, cache, *[None] * 12, False, 0, 1.0, -1, 0.0, 0, q)
+    with plan_for(H200):
+        sizes = decode_short.sizes_of(given)
+        own = decode_short.shared_bytes(sizes, 640, 4, (4, 1))
+        block_bytes = 1024 + max(own, decode_short.pairs_bytes(given, (4, 2), num_blocks))
+        assert H200.sm_shared_bytes // block_bytes == places
+        assert not any(decode_short.pairs_bytes(given, x, num_blocks) for x in ((8, 1), (4, 8)))
+    with plan_for(H100):
+        assert decode_short.pairs_bytes(given, (4, 2), num_blocks) == 0
 
 
 def test_which(monkeypatch: pytest.MonkeyPatch) -> None:
