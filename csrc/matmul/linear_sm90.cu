@@ -218,6 +218,7 @@ EXPORT_BOTH(swapped_128x96_c21, kSwapped, 2, 1, 96, 6, 2, 1, 1, 2, 1)
 EXPORT_BOTH(swapped_128x128_c21, kSwapped, 2, 1, 128, 6, 2, 1, 1, 2, 1)
 EXPORT_BOTH(swapped_128x160_c21, kSwapped, 2, 1, 160, 5, 2, 1, 1, 2, 1)
 EXPORT_BOTH(swapped_128x192_c21, kSwapped, 2, 1, 192, 4, 2, 1, 1, 2, 1)
+EXPORT_BOTH(swapped_128x200_c21, kSwapped, 2, 1, 200, 4, 2, 1, 1, 2, 1)
 EXPORT_WITH_FP32(swapped_128x224_c21, kSwapped, 2, 1, 224, 4, 2, 1, 1, 2, 1)
 // clang-format on
 

@@ -51,7 +51,7 @@ struct GatedWriter {
         if constexpr (kUnrolls || kSums <= 16) {
             write_straight(token, group, sums);
         } else {
-            constexpr int kSome = kSums % 16 == 0 ? 16 : 8;
+            constexpr int kSome = kSums % 16 == 0 ? 16 : kSums % 8 == 0 ? 8 : 4;
 #pragma unroll 1
             for (int unit = 0; unit < kSums / kSome; ++unit) {
                 float some[kSome];
@@ -153,6 +153,7 @@ EXPORT_BOTH(swapped_112x64_c11_b2, kSwapped, 2, 1, 64, 5, 1, 1, 1, 0, 2, 112)
 EXPORT_BOTH(swapped_128x128_c21, kSwapped, 2, 1, 128, 7, 2, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_128x160_c21, kSwapped, 2, 1, 160, 6, 2, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_128x192_c21, kSwapped, 2, 1, 192, 5, 2, 1, 1, 0, 1)
+EXPORT_BOTH(swapped_128x200_c21, kSwapped, 2, 1, 200, 5, 2, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_128x224_c21, kSwapped, 2, 1, 224, 5, 2, 1, 1, 0, 1)
 EXPORT_OF(swiglu_linear_fp16_swapped_224x208_c21, __half, SevenConfig<3>)
 EXPORT_OF(swiglu_linear_bf16_swapped_224x208_c21, __nv_bfloat16, SevenConfig<3>)

@@ -19,8 +19,9 @@ MOST_ROWS = _ALONE[-1]  # of a graph that only decodes
 # Pages of the tables of passes that only decode; longer texts have one for the longest there may
 # be. They are all that a plan of attention knows of lengths, and it has one launch for short ones,
 # an item a cluster (docs/notes/decode_attention.md): one that is much longer would be waited for,
-# and few longer ones leave multiprocessors.
-_TABLES, _MANY = (32, 128, 192), 8
+# and few longer ones leave multiprocessors. Short tables are for lengths that differ too; 24 pages
+# are of 16 alone, which with 8 kv heads are an item for each multiprocessor.
+_TABLES, _MANY, _ALONE_EACH, _SHORT = (24, 32, 128, 192), 8, 16, 32
 # Rows of a pass with answers. 256 are two tiles of 128, and multiplied in less than twice the time
 # in which the weights are read, whatever the model; twice the rows take twice a pass at most.
 _BESIDE, _HALF = 256, 128
@@ -44,7 +45,7 @@ def _up(sizes: Sequence[int], wanted: int) -> int | None:
 
 def _tables(decodes: int) -> Sequence[int]:
     """Pages of those that so many may have."""
-    return _TABLES if decodes >= _MANY else (_TABLES[0], _TABLES[-1])
+    return _TABLES[decodes != _ALONE_EACH :] if decodes >= _MANY else _TABLES[1::2]
 
 
 def room(
@@ -58,8 +59,9 @@ def room(
         size = _up(_ALONE, decodes)
         if size is None or size * width > MOST_ROWS:
             return None
-        tables = () if width > 1 else _tables(size) if is_even else _TABLES[:1]
-        return GraphShape(size, width, pages=_up(tables, pages) or 0)
+        table = _up(_tables(size), pages) or 0
+        has_table = width == 1 and (is_even or table <= _SHORT)
+        return GraphShape(size, width, pages=table if has_table else 0)
     size = _up(_DECODES, decodes)
     if size is None or chunks > _CHUNKS:
         return None
@@ -79,7 +81,7 @@ def all_of(max_batch: int, max_tokens: int, max_pages: int) -> Iterator[GraphSha
                 yield GraphShape(size, 1, _CHUNKS, rows - size)
     for less, size in reversed([*pairwise((0, *_ALONE))]):
         if less < max_batch:
-            if max_pages > _TABLES[0]:
+            if max_pages > _SHORT:
                 yield GraphShape(size, 1)
             for fewer, pages in pairwise((0, *_tables(size))):
                 if fewer < max_pages:

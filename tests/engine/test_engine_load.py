@@ -59,14 +59,14 @@ def test_passes_beside_decodes_fill_graphs(seed: int) -> None:
     assert max(prompt for _, prompt in beside) < 2048 and min(passes)[0] == 0
 
 
-@pytest.mark.parametrize("max_pages", [32, 100, 1000])
+@pytest.mark.parametrize("max_pages", [24, 32, 100, 1000])
 @pytest.mark.parametrize("max_batch, max_tokens", [(1, 100), (5, 7), (9, 100), (64, 300)])
 def test_all_shapes_are_those_that_passes_ask_for(
     max_batch: int, max_tokens: int, max_pages: int
 ) -> None:
     wanted = {
         shapes.room(decodes, 1, bool(prompt), prompt, pages, is_even)
-        for pages in (1, 32, 33, 128, 129, 192, 193)
+        for pages in (1, 24, 25, 32, 33, 128, 129, 192, 193)
         for is_even in (True, False)
         if pages <= max_pages
         for decodes in range(max_batch + 1)
@@ -100,13 +100,14 @@ def test_a_plan_is_that_of_its_requests_alone(seed: int) -> None:
 
 
 def test_tables_are_as_wide_as_the_longest_asks_for() -> None:
-    """Of few not all; beside one that is much longer only the narrowest is one of its own."""
+    """Of few not all; beside one that is much longer only narrow ones are ones of their own."""
     found = [
         shape.pages if (shape := shapes.room(decodes, 1, 0, 0, pages, is_even)) else None
         for decodes, pages, is_even in (
             (64, 32, True), (64, 33, True), (64, 128, True), (64, 129, True), (64, 192, True),
-            (64, 193, True), (64, 33, False), (64, 32, False), (3, 32, True), (3, 33, True),
-            (3, 193, True), (8, 33, True),
+            (64, 193, True), (64, 33, False), (64, 32, False), (3, 24, True), (3, 33, True),
+            (3, 193, True), (8, 33, True), (8, 24, True), (16, 24, True),
+            (9, 24, False), (16, 25, True),
         )
     ]  # fmt: skip
-    assert found == [32, 128, 128, 192, 192, 0, 0, 32, 32, 192, 0, 128]
+    assert found == [32, 128, 128, 192, 192, 0, 0, 32, 32, 192, 0, 128, 32, 24, 24, 32]

@@ -113,7 +113,7 @@ __device__ __forceinline__ void produce_paired(const Operand& a, const Boxes& bo
                                                uint32_t full, uint32_t empty, uint32_t rank,
                                                int first_step, int num_steps, bool leads) {
     // Blocks of a cluster have rows of their own and share columns.
-    constexpr int kShareN = C::kBlockN / C::kClusterM;
+    constexpr int kShareN = C::kShareN;
     constexpr uint16_t kMask = (1 << C::kClusterM) - 1;
     Ring<C::kStages> ring;
     const int num_tiles = raster.rows * raster.columns;
@@ -122,14 +122,17 @@ __device__ __forceinline__ void produce_paired(const Operand& a, const Boxes& bo
         int tile_m, tile_n;
         raster.place(tile, tile_m, tile_n);
         const int row = C::first_of(tile_m, rank);
-        const int column = tile_n * C::kBlockN + rank * kShareN;
+        const int column = tile_n * C::kBlockN + rank * C::kStepN;
         const typename Boxes::Walk walk = boxes.begin(C::kSwaps ? row : column);
         constexpr int kTile = C::kSwaps ? C::kBlockN : C::kBlockM;
         constexpr int kShare = C::kSwaps ? kShareN : C::kBlockM;
         const int first = C::kSwaps ? tile_n * C::kBlockN : row, own = C::kSwaps ? column : row;
-        const CUtensorMap* a_map = a.template share<kShare>(own);
-        const uint32_t bytes = C::kStageBytes - kTile * kRowBytes + a.template bytes<kTile>(first);
-        const uint32_t own_columns = C::kTileBytesM + rank * kShareN * kRowBytes;
+        const CUtensorMap* a_map =
+            C::kSwaps ? share_of_columns<C>(a, first, own) : a.template share<kShare>(own);
+        const uint32_t bytes =
+            C::kStageBytes - kTile * kRowBytes +
+            (C::kSwaps ? bytes_of_columns<C>(a, first) : a.template bytes<kTile>(first));
+        const uint32_t own_columns = C::kTileBytesM + rank * C::kStepN * kRowBytes;
         const auto fetch_weights = [&](uint32_t stage, uint32_t barrier, int x) {
             if constexpr (C::kSwaps) {
                 fetch_boxes<C::kFetchedRows, false>(boxes, walk, stage, barrier, x, 0);

@@ -5,7 +5,7 @@
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/tma.cuh"
-#include "kernel_hub/wgmma.cuh"
+#include "kernel_hub/wgmma_200.cuh"
 #include "matmul/sm90/schedule.cuh"
 #include "matmul/sm90/tiles.cuh"
 
@@ -75,6 +75,25 @@ struct Operand {
     }
 };
 
+// A block's share of the columns of a tile that begins at `first`, from `own` on; null where it has
+// none, or another block's holds all that there are.
+template <typename C>
+__device__ __forceinline__ const CUtensorMap* share_of_columns(const Operand& columns, int first,
+                                                               int own) {
+    if (C::kTwiceN > 0 && own > first && first + C::kShareN >= columns.rows) {
+        return nullptr;
+    }
+    return columns.template share<C::kShareN>(own);
+}
+
+// Of all blocks' shares.
+template <typename C>
+__device__ __forceinline__ uint32_t bytes_of_columns(const Operand& columns, int first) {
+    const uint32_t bytes = columns.template bytes<C::kBlockN>(first);
+    return C::kTwiceN > 0 && first + C::kShareN < columns.rows ? bytes + C::kTwiceN * kRowBytes
+                                                               : bytes;
+}
+
 // Fills an empty ring with the steps from `step` on, as far as it goes: the weights of all, and,
 // behind the launch before, the rows of a. Both as fetch(stage's address, its barrier, column of
 // k); step becomes the first that is left.
@@ -108,7 +127,7 @@ __device__ __forceinline__ void produce(const Operand& rows, const Operand& colu
                                         const CUtensorMap* residual_map = nullptr,
                                         bool leads = false) {
     const int rank_m = rank % C::kClusterM, rank_n = rank / C::kClusterM % C::kClusterN;
-    constexpr int kShareM = C::kBlockM / C::kClusterN, kShareN = C::kBlockN / C::kClusterM;
+    constexpr int kShareM = C::kBlockM / C::kClusterN;
     // Blocks of one row of the cluster share rows, those of one column share columns.
     const int first_sharer = rank / C::kSharers * C::kSharers;
     uint16_t row_mask = 0, column_mask = 0;
@@ -126,11 +145,11 @@ __device__ __forceinline__ void produce(const Operand& rows, const Operand& colu
         raster.place(segment.tile, tile_m, tile_n);
         const int row = (tile_m * C::kClusterM + rank_m) * C::kBlockM;
         const int column = (tile_n * C::kClusterN + rank_n) * C::kBlockN;
-        const int own_row = row + rank_n * kShareM, own_column = column + rank_m * kShareN;
+        const int own_row = row + rank_n * kShareM, own_column = column + rank_m * C::kStepN;
         const CUtensorMap* row_map = rows.template share<kShareM>(own_row);
-        const CUtensorMap* column_map = columns.template share<kShareN>(own_column);
+        const CUtensorMap* column_map = share_of_columns<C>(columns, column, own_column);
         const uint32_t bytes =
-            rows.template bytes<C::kBlockM>(row) + columns.template bytes<C::kBlockN>(column);
+            rows.template bytes<C::kBlockM>(row) + bytes_of_columns<C>(columns, column);
         int first_step = segment.first_step;
         if constexpr (kMayLead) {
             if (leads) {
@@ -142,8 +161,8 @@ __device__ __forceinline__ void produce(const Operand& rows, const Operand& colu
                 };
                 const auto fetch_columns = [&](uint32_t stage, uint32_t barrier, int x) {
                     Operand::fetch<(C::kClusterM > 1)>(
-                        column_map, stage + C::kTileBytesM + rank_m * kShareN * kRowBytes, barrier,
-                        x, own_column, column_mask);
+                        column_map, stage + C::kTileBytesM + rank_m * C::kStepN * kRowBytes,
+                        barrier, x, own_column, column_mask);
                 };
                 const auto fill = [&](const auto& weights, const auto& others) {
                     fill_ring<C>(ring, ring_base, full, bytes, base_step, first_step,
@@ -166,7 +185,7 @@ __device__ __forceinline__ void produce(const Operand& rows, const Operand& colu
             Operand::fetch<(C::kClusterN > 1)>(row_map, stage + rank_n * kShareM * kRowBytes,
                                                barrier, x, own_row, row_mask);
             Operand::fetch<(C::kClusterM > 1)>(
-                column_map, stage + C::kTileBytesM + rank_m * kShareN * kRowBytes, barrier, x,
+                column_map, stage + C::kTileBytesM + rank_m * C::kStepN * kRowBytes, barrier, x,
                 own_column, column_mask);
             ring.next();
         }
@@ -239,8 +258,9 @@ __device__ __forceinline__ void start_step(float (&acc)[C::kPieces][C::kSums], u
         for (int part = 0; part < C::kPieces; ++part) {
             const int row_bytes = 32 * i;
             const int column_bytes = 32 * i + part * C::kPieceN * kRowBytes;
-            Wgmma<T>::ss(acc[part], descriptor(rows + offset, row_bytes),
-                         descriptor(columns + offset, column_bytes), step != 0 || i != 0);
+            WgmmaOf<T, C::kPieceN>::ss(acc[part], descriptor(rows + offset, row_bytes),
+                                       descriptor(columns + offset, column_bytes),
+                                       step != 0 || i != 0);
         }
     }
     wgmma_commit();

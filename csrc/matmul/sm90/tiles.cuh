@@ -31,10 +31,17 @@ struct Config {
     static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_, kSplits = kSplits_;
     static constexpr int kSharers = kClusterM * kClusterN, kClusterSize = kSharers * kSplits;
     static constexpr int kMinBlocks = kMinBlocks_;
+    // Columns of a wide transposed tile that are written together.
+    static constexpr int kGroupColumns = kBlockN % 32 == 0 ? 32 : kBlockN % 40 == 0 ? 40 : 16;
+    // Columns of a tile that a block of its cluster fetches, whole groups of 8, as the swizzle is;
+    // by how much the next one's begin behind them, and how many both of two blocks fetch.
+    static constexpr int kShareN = (kBlockN / kClusterM + 7) / 8 * 8;
+    static constexpr int kStepN = kClusterM == 2 ? kBlockN - kShareN : kShareN;
+    static constexpr int kTwiceN = kShareN - kStepN;
     // Rows of out in a box on its way out, and of the residual in one on its way in; it has
     // kBoxColumns columns.
     static constexpr int kOutBoxRows = !kSwaps                               ? 64
-                                       : kBoxes > 0 && kBlockN > 64 * kBoxes ? 32
+                                       : kBoxes > 0 && kBlockN > 64 * kBoxes ? kGroupColumns
                                                                              : kBlockN;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr uint32_t kTileBytesM = kBlockM * kRowBytes, kTileBytesN = kBlockN * kRowBytes;
@@ -69,11 +76,11 @@ struct Config {
                   "swapped and split tiles are one sum a consumer");
     static_assert(kBoxes == 0 || kOutBoxRows <= 64 * kBoxes, "boxes have room for it");
     static_assert(!kSwaps || kBlockN % kOutBoxRows == 0, "a swapped tile is whole boxes");
-    static_assert(kBlockN / kClusterM % 8 == 0 && kBlockM / kClusterN % 8 == 0,
+    static_assert(kBlockN % 8 == 0 && kClusterM <= 2 && kBlockM / kClusterN % 8 == 0,
                   "a block's share of a tile is whole groups of 8 rows, as the swizzle is");
     static_assert(kSplits == 1 || kBlockM * kBlockN * 4u <= kStages * kStageBytes,
                   "the sums of a split tile take the place of the ring");
-    static_assert(kBlockM / kClusterN <= 256 && kBlockN / kClusterM <= 256, "a box has 256 rows");
+    static_assert(kBlockM / kClusterN <= 256 && kShareN <= 256, "a box has 256 rows");
 };
 
 // What a launch of a variant must know. Bodies without a bias in shared memory have no need of it.

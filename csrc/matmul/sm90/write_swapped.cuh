@@ -58,9 +58,9 @@ template <typename Out, int kCount>
 __device__ __forceinline__ void put_transposed(uint32_t box, const float (&values)[kCount]) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; j += 2) {
-        uint32_t words[4];
+        uint32_t words[4] = {};
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
+        for (int w = 0; w < min(4, kCount / 2 - 2 * j); ++w) {
             words[w] = pack2<Out>(values[4 * j + 2 * w], values[4 * j + 2 * w + 1]);
         }
         stmatrix_x4_trans(box + place_transposed(j), words[0], words[1], words[2], words[3]);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void add_transposed(uint32_t box, float (&values)[kCo
         uint32_t words[4];
         ldmatrix_x4_trans(words, box + place_transposed(j));
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
+        for (int w = 0; w < min(4, kCount / 2 - 2 * j); ++w) {
             float pair[2];
             Word<Out>::unpack(words[w], pair);
             values[4 * j + 2 * w] += pair[0];
@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_loaded(const Epilogue<T, Out>& epilogue,
     }
 }
 
-// Writes a wide transposed tile, 32 columns after another; kHow: as in write_groups. Of one
+// Writes a wide transposed tile, some columns after another; kHow: as in write_groups. Of one
 // consumer, whose blocks have few tiles each, code of an activation is a loop: straight code is
 // fetched anew in the first tile.
 template <typename C, int kHow, typename T, typename Out>
@@ -147,13 +147,14 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
                                            const SwappedExtras<C, T, Out>& extras,
                                            const float (&acc)[C::kSums], const RingEnd<C>& end) {
     constexpr bool kThroughBoxes = sizeof(Out) == 2;
-    constexpr int kGroups = C::kBlockN / 32, kBatch = 2 * C::kBoxes;
+    constexpr int kColumns = C::kGroupColumns, kSome = kColumns / 2;
+    constexpr int kGroups = C::kBlockN / kColumns, kBatch = 64 * C::kBoxes / kColumns;
     constexpr bool kLoops = kHow == kAny || (kHow > kIdentity && C::kConsumers == 1);
     constexpr int kUnroll = kLoops ? 1 : kGroups;
     const int thread = threadIdx.x % 128;
     const bool has_boxes = kThroughBoxes && (kHow != kAny || epilogue.is_aligned);
     const bool has_arrivals = kHow != kPlain && epilogue.adds_vectors();
-    Out more[16];
+    Out more[kSome];
     if (kHow == kAny && !has_boxes) {
         load_residual(epilogue, row, first_column, more);
     }
@@ -163,12 +164,21 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
         if (has_boxes && in_batch == 0) {
             await_boxes(end, has_arrivals, consumer, thread);
         }
-        float values[16];
-        pick<kGroups>(values, group, [&](int i) { return acc[i]; });
-        Out next[16];
+        float values[kSome];
+        if constexpr (kSome == 16) {
+            pick<kGroups>(values, group, [&](int i) { return acc[i]; });
+        } else {
+#pragma unroll
+            for (int i = 0; i < C::kSums; ++i) {
+                if (i < kSome || group == i / kSome) {
+                    values[i % kSome] = acc[i];
+                }
+            }
+        }
+        Out next[kSome];
         if (kHow == kAny && !has_boxes) {
             // NOTE: a group ahead; what is behind the tile's last column is never added.
-            load_residual(epilogue, row, first_column + 32 * (group + 1), next);
+            load_residual(epilogue, row, first_column + kColumns * (group + 1), next);
         }
         if constexpr (kHow != kPlain) {
             extras.add_bias(epilogue, values);
@@ -176,7 +186,7 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
         }
         if (has_boxes) {
             if constexpr (kThroughBoxes) {
-                const uint32_t box = in_batch * 32 * kRowBytes;
+                const uint32_t box = in_batch * kColumns * kRowBytes;
                 if (has_arrivals) {
                     add_transposed<Out>(end.arrivals(consumer) + box, values);
                 }
@@ -189,9 +199,9 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
                     end.release_stage(thread);
                 }
                 if (thread == 0) {
-                    for (int at = 0; at < 32 * (in_batch + 1); at += C::kOutBoxRows) {
+                    for (int at = 0; at < kColumns * (in_batch + 1); at += C::kOutBoxRows) {
                         tma_store_2d(out_map, boxes + at * kRowBytes, first_row,
-                                     column + 32 * (group - in_batch) + at);
+                                     column + kColumns * (group - in_batch) + at);
                     }
                     tma_store_commit();
                 }
@@ -199,9 +209,9 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
         } else {
             add_loaded(epilogue, more, values);
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
+            for (int i = 0; i < kSome; ++i) {
                 more[i] = next[i];
-                epilogue.put_complete(first_column + 32 * group + 8 * (i / 4) + i % 2,
+                epilogue.put_complete(first_column + kColumns * group + 8 * (i / 4) + i % 2,
                                       row + 8 * (i / 2 % 2), values[i]);
             }
         }
@@ -222,7 +232,7 @@ __device__ __forceinline__ void write_swapped(const Epilogue<T, Out>& epilogue,
             write_wide<C, decltype(how)::value>(epilogue, out_map, boxes, consumer, first_row,
                                                 column, row, first_column, extras, acc, end);
         };
-        write_in_form<Out, true>(epilogue, write);
+        write_in_form<Out, C::kGroupColumns == 32>(epilogue, write);
     } else {
         extras.add_bias(epilogue, acc);
         activate<Out>(acc, epilogue.activation);

@@ -76,6 +76,8 @@ _FAST_WIDE_ITEMS, _FAST_WIDE_BYTES, _FAST_WIDE_LONGEST = 11, 1 << 20, 4096
 _FAST_EIGHT, _FAST_EIGHT_TOKENS, _FAST_TWO_TOKENS = {64: 20, 128: 12}, (512, 2048), (1472, 3072)
 # Long items that are nearly as many as multiprocessors, and not known to differ by more than so.
 _FAST_ROUND, _FAST_ROUND_LONGEST, _FAST_ALIKE = (0.64, 1.06), 2048, 2.2
+# Items that are as many as multiprocessors, a block each: of an engine's, all short enough.
+_FAST_ALONE, _FAST_ALONE_ROOM = (0.9, 1.0), (1024, 1536)
 # Long items that are more than clusters of eight find places, and fewer than two of a block fill:
 # parts, of caches that may be full and so many bytes.
 _FAST_PARTS, _FAST_PARTS_BYTES = 0.5, 50e6
@@ -156,6 +158,8 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
         shape = few_shape(items, room, num_sms)
     elif is_round:
         shape = 8, 2
+    elif is_fast and is_narrow and is_alone(given, items, room):
+        shape = 8, 1
     if choice:
         return shape
     is_full = is_alike and fills_pool(given)
@@ -203,6 +207,14 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     if is_slower and (is_long or sm90.applies(given, parts_of(given))):
         return 0, 0
     return shape
+
+
+def is_alone(given: DecodeGiven, items: int, room: int) -> bool:
+    """Whether items are better off with a block each, as an engine's passes were measured."""
+    least, most = (share * device_of(given.q.device).num_sms for share in _FAST_ALONE)
+    shortest, longest = _FAST_ALONE_ROOM
+    is_measured = least <= items <= most and shortest < room <= longest
+    return is_measured and width_of(given) == _WIDTHS[1] and not fills_pool(given)
 
 
 def fills_pool(given: DecodeGiven) -> bool:

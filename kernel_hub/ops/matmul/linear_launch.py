@@ -152,11 +152,13 @@ def operand_boxes(
     assert choice.boxes is not None
     first, second = (b, a) if choice.swaps else (a, b)
     rows, columns = choice.boxes
+    tile = choice.tile
+    last = second[0] % columns or columns if tile is None else tile.last_box(second[0])
     return (
         boxes_of(*first, rows, dtype),
         boxes_of(*first, first[0] % rows or rows, dtype),
         boxes_of(*second, columns, dtype),
-        boxes_of(*second, second[0] % columns or columns, dtype),
+        boxes_of(*second, last, dtype),
     )
 
 
@@ -203,8 +205,10 @@ def launch_of(
 
 def row_boxes(choice: TileChoice, rows: int, k: int, stride: int) -> tuple[Boxes, Boxes]:
     """The boxes of a, and of its last rows."""
-    height = choice.tile.a_box_rows
-    return boxes_of(rows, k, stride, height), boxes_of(rows, k, stride, rows % height or height)
+    tile = choice.tile
+    height = tile.a_box_rows
+    last = tile.last_box(rows) if tile.swaps else rows % height or height
+    return boxes_of(rows, k, stride, height), boxes_of(rows, k, stride, last)
 
 
 def maps_of(boxes: tuple[Boxes, ...], a: torch.Tensor, b: torch.Tensor) -> tuple[bytes, ...]:

@@ -27,7 +27,7 @@ _NAMES = (
     "swapped_64x64_c11_k4", "swapped_64x128_c11", "swapped_64x128_c11_k2", "swapped_64x128_c11_k4",
     "swapped_64x160_c11_k2", "swapped_64x208_c11_k2", "swapped_64x160_c21", "swapped_64x224_c21",
     "swapped_128x96_c21", "swapped_128x128_c21", "swapped_128x160_c21", "swapped_128x192_c21",
-    "swapped_128x224_c21",
+    "swapped_128x200_c21", "swapped_128x224_c21",
 )  # fmt: skip
 HOPPER = Lazy(dict.fromkeys(_NAMES), lambda name, _: Tile.stated("linear_sm90", "linear", name))
 HOPPER_FP32 = (
@@ -51,7 +51,7 @@ def hopper_choice(
     return TileChoice(
         "linear_sm90", name, block=variant.block, shared_bytes=variant.shared_bytes,
         boxes=variant.row_boxes, swaps=variant.swaps, out_box_rows=variant.out_box_rows,
-        group=group, overlaps=overlaps, **dealt,
+        group=group, overlaps=overlaps, tile=variant, **dealt,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ class PairedTile(Tile):
         """Whether it computes a product of m rows and k columns of a."""
         # qkv_linear finds the places of all tokens of a swapped tile once.
         is_column = self.op == "qkv_linear" or self.block_n < 64 or self.is_seven
-        most = self.block_n if is_column else m
+        most = self.block_n if is_column else self.most_columns
         return (not self.swaps or m <= most) and -(-k // BLOCK_K) >= self.splits
 
     def cost_us(self, num_sms: int, m: int, n: int, k: int) -> float:
@@ -63,7 +63,7 @@ _NAMES = {
         *("swapped_64x64_c11_k4", "swapped_64x128_c11", "swapped_64x128_c11_k2"),
         "swapped_112x64_c11_b2",
         *("swapped_128x128_c21", "swapped_128x160_c21", "swapped_128x192_c21"),
-        *("swapped_128x224_c21", "swapped_224x208_c21"),
+        *("swapped_128x200_c21", "swapped_128x224_c21", "swapped_224x208_c21"),
     ),
     "qkv_linear": (
         *("128x256_c21", "128x320_c21", "128x192_c21", "128x128_c21", "128x128_c11"),

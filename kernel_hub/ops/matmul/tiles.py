@@ -20,6 +20,7 @@ _STATED = (
     *("box_rows", "blocks_per_sm"),
 )
 _WIDE = 128  # columns of a tile
+_ODD_COLUMNS = 1100  # up to which tiles were measured whose shares overlap
 LEAST_DEALT = 4  # steps of k that a cluster has, where they are dealt out
 # Fitted on an H200 to 667 products drawn by lot (docs/notes/linear.md): rows of a box that the L2
 # brings in a microsecond, by where in 128 bytes they may begin (each lies in two of its lines
@@ -86,8 +87,18 @@ class Tile:
 
     @property
     def row_boxes(self) -> tuple[int, int]:
-        """Rows of the boxes of the product's rows and columns."""
-        return self.block_m // self.cluster_n, self.block_n // self.cluster_m
+        """Rows of the boxes of the product's rows and columns; of columns whole groups of 8."""
+        return self.block_m // self.cluster_n, -(-self.block_n // self.cluster_m // 8) * 8
+
+    @property
+    def most_columns(self) -> int:
+        """Of the product: it was measured up to so many."""
+        return _ODD_COLUMNS if self.block_n % 16 else 1 << 30
+
+    def last_box(self, columns: int) -> int:
+        """Rows of the last box of the product's columns: two of a tile may both have some."""
+        left, share = columns % self.block_n or self.block_n, self.row_boxes[1]
+        return left - (self.block_n - share) if left > share else left
 
     @property
     def out_box_rows(self) -> int:
@@ -210,6 +221,8 @@ def ways(
 
     batch_invariant: none may, nor the blocks of a cluster.
     """
+    if m > tile.most_columns:
+        return ()
     if batch_invariant:
         return (False,) if tile.splits == 1 else ()
     # Tiles of few rows of a read the weights once for each of them.

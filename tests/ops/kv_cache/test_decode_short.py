@@ -158,6 +158,9 @@ def test_which_where_memory_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
         not in (of(45, 1, 6272, (4, 1)), of(50, 1, 6272, (4, 1), 64))
     )
     assert (0, 0) not in (of(64, 1, 5296, (4, 1), mean=1700), of(8, 1, 5808, (32, 8), mean=28_000))
+    # A block for each of an engine's items that are as many as multiprocessors, where none is long.
+    assert of(16, 1, 1536, (32, 8), mean=28_000) == (8, 1) != of(16, 1, 2048, (32, 8), mean=28_000)
+    assert (8, 1) not in (of(16, 1, 1536, (32, 8), mean=700), of(17, 1, 1536, (32, 8), mean=28_000))
     # Tiles of few bytes take less than they are said to; parts have no short items of d 192.
     assert of(7, 13, 959, (24, 1)) == (0, 0) != shape_of(7, 13, 959, (24, 1))
     assert of(5, 10, 257, (16, 16), 192) == (4, 1) and of(5, 10, 857, (16, 16), 192) == (0, 0)

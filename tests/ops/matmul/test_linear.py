@@ -260,6 +260,14 @@ def test_aligned_residuals(hopper_way: Way, variant: str, monkeypatch: pytest.Mo
         same_bits(out.tensor.contiguous(), expected)
 
 
+@pytest.mark.parametrize("m", [96, 97, 104, 105, 200, 304, 305])
+def test_shares_that_overlap(hopper_way: Way, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both blocks of a cluster fetch some columns of a tile; of a last one, one of them or both."""
+    for deals in (False, True):
+        k = force(monkeypatch, "swapped_128x200_c21", hopper_way, m, 264, 136, deals)
+        check_linear(hopper_way, m, 264, k, dtype=torch.bfloat16, has_residual=deals)
+
+
 @pytest.mark.gpu
 def test_a_thousand_launches_back_to_back() -> None:
     # Launches overlap the end of those before.

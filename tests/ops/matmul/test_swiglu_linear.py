@@ -112,6 +112,17 @@ def test_hopper_variants(
             check_swiglu(hopper_way, m, columns, k, dtype=dtype)
 
 
+@pytest.mark.parametrize("m", [97, 104, 105, 305])
+def test_shares_that_overlap(hopper_way: Way, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As linear's: both blocks of a cluster fetch some columns of a tile."""
+    variants = paired_plan.HOPPER["swiglu_linear"]
+    variant = next(each for each in variants if each.name == "swapped_128x200_c21")
+    choice = paired_plan.hopper_choice("swiglu_linear", variant, hopper_way.num_sms, m, 336)
+    monkeypatch.setattr(module, "choose", lambda *_: choice)
+    forget_all()
+    check_swiglu(hopper_way, m, 168, 136, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_seven_units_by_lot(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Several tiles a cluster, units that are not there, rows of a that one block alone has."""
