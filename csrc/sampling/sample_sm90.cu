@@ -18,14 +18,12 @@
 // they are met.
 // Shared memory: 130 KB: what is under way to be weighed, notes, candidates and bins.
 // Source: as sample.cu.
-// kernel_hub: allow-local-memory: 56 bytes of a search, between passes; other rows have none
 
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
-#include "sampling/sm90/chosen.cuh"
+#include "sampling/sm90/by_search.cuh"
 #include "sampling/sm90/held.cuh"
 #include "sampling/sm90/passes.cuh"
-#include "sampling/sm90/window.cuh"
 
 namespace kernel_hub::sampling::sm90 {
 
@@ -41,24 +39,6 @@ __device__ __forceinline__ int find_index(const Fours& fours, const Seen& seen, 
     return index;
 }
 
-// A pass for each of the most probable.
-__device__ __noinline__ void rank_in_turn(float from) {
-    TeamShared& shared = team_shared();
-    const SampleParams& p = shared.p;
-    Row row(p);
-    row.has_mask = shared.has_mask;
-    Fours{row};  // which knows whether it is plain
-    write_top_in_turn(row, shared.weigher(), from, shared.s.above, shared.s);
-}
-
-// The row's random number, by a warp under what others do.
-__device__ __forceinline__ void find_bits(const SampleParams& p, TeamShared& shared) {
-    if (threadIdx.x / 32 == kNumWarps - 1) {
-        const int row_idx = p.row_idx;
-        shared.bits = random_bits(p.seed ? p.seed[row_idx] : 0, p.offset ? p.offset[row_idx] : 0);
-    }
-}
-
 // Draws where what is listed, or held, has all of top_k, unless it is too much. Leaves the row's
 // number to draw in shared.bits.
 __device__ __forceinline__ bool draw_listed(const SampleParams& p, const Weigher& weigher,
@@ -70,7 +50,7 @@ __device__ __forceinline__ bool draw_listed(const SampleParams& p, const Weigher
         shared.num_own = shared.mine.num = 0;
     }
     __syncthreads();
-    find_bits(p, shared);
+    shared.find_bits();
     if (is_held) {
         choose_held(of_thread);
     } else {
@@ -96,149 +76,17 @@ __device__ __forceinline__ bool draw_listed(const SampleParams& p, const Weigher
     return true;
 }
 
-// All of a row but its first pass: its parameters and what the pass has found are in shared memory.
-// is_counted: the first pass has counted.
-// NOTE: a function of its own, which takes nothing in registers: what they cannot hold here was
-// stored by every row when it was not, 7 MB a launch of rows that top_k ends.
-__device__ __noinline__ void draw_by_search(bool is_counted) {
-    Team team(team_shared());
-    TeamShared& shared = team.shared;
-    Shared& s = shared.s;
-    const SampleParams& p = shared.p;
-    const bool has_k = shared.top_k > 0 && shared.top_k < p.size, has_p = shared.top_p < 1.0f;
-    float from = shared.floor;
-    enum Step { kStarting, kSearching, kWeighing, kRanking };
-    Step next = has_k || has_p ? kStarting : kWeighing;
-    bool is_mass = !has_k;
-    bool has_bins = is_counted, has_sums = is_counted;
-    bool is_guess = is_counted;  // bins hold what the first pass has counted
-#pragma unroll 1
-    while (true) {
-        if (next == kStarting) {
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                start(s.search, is_mass, shared.top_k, from, shared.largest);
-                s.wanted = is_mass ? 0 : shared.top_k;
-            }
-            __syncthreads();
-            has_sums = has_bins;
-            next = kSearching;
-        }
-        if (has_sums && next == kSearching) {
-            __syncthreads();
-            find_window(shared.bins, shared.weigher(), from, is_guess, shared.top_p,
-                        shared.is_ahead && p.dtype == kBf16, s);
-            has_sums = false;
-        }
-        const bool fills_bins = next == kSearching && !s.search.collects;
-        team.take_back();
-        if (threadIdx.x == 0) {
-            shared.num_own = shared.num_listed = shared.mine.num = 0;
-            shared.mine.least_binned = ~0u;
-            shared.mine.most_binned = 0;
-            s.question = {from, next == kWeighing ? from : shared.bound,
-                          next == kWeighing ? -kInfinity : shared.largest, next == kWeighing, true};
-            if (next == kSearching) {
-                ask(s, shared.weigher(), from);
-            }
-        }
-        if (fills_bins) {
-            empty_bins(shared.own_bins, true);
-            has_bins = is_guess = false;
-        }
-        __syncthreads();
-        find_bits(p, shared);
-        scan(shared);
-        team.exchange<false>(fills_bins          ? Team::kBins
-                             : next == kWeighing ? Team::kNotes
-                                                 : Team::kCandidates);
-        if (threadIdx.x < 32 && s.question.weighs) {
-            sum_answers(team);
-        }
-        Chosen chosen;
-        const bool has_chosen =
-            !fills_bins && next != kWeighing && s.num_candidates <= kNumCandidates;
-        uint64_t found = 0;
-        if (has_chosen) {
-            chosen.compare(shared.weigher(), s);
-            found = chosen.kept_mass(s);
-        } else if (fills_bins) {
-            found = sum_of_bins(shared.bins, is_mass, s);
-        }
-        __syncthreads();
-        bool is_among = has_chosen;  // what is drawn, or ranked
-        if (next == kSearching) {
-            if (threadIdx.x == 0) {
-                // Too many are where the steps of the first histogram did not count all.
-                s.is_done = (fills_bins || has_chosen) && learn(s, shared.top_p, found);
-                s.search.collects = s.search.collects && has_chosen;
-            }
-            __syncthreads();
-            if (!s.is_done) {
-                // The guess once more, by what it was wrong.
-                has_sums = has_bins && has_chosen;
-                has_bins = false;
-                continue;
-            }
-            if (has_chosen) {
-                from = from_key(chosen.end_search(s.search, s));
-                keep_above(chosen, from, p.size, team);
-            } else if (s.least < s.most) {
-                has_sums = true;
-                continue;
-            } else {
-                from = s.question.from;
-            }
-            if (!is_mass && has_p) {
-                is_mass = true;
-                has_bins = is_guess;
-                next = kStarting;
-                continue;
-            }
-            is_among = has_chosen && s.search.above == 0;
-        }
-        if (is_among) {
-            if (team.rank == 0) {
-                uint64_t total = s.above;
-                if (next != kRanking) {
-                    total = chosen.kept_mass(s);
-                    chosen.draw(p, shared.weigher(), total, shared.bits, s);
-                }
-                chosen.write_top(p, shared.weigher(), total, s);
-            }
-            return;
-        }
-        if (next == kRanking) {
-            if (team.rank == 0) {
-                rank_in_turn(from);
-            }
-            return;
-        }
-        draw_in_row(from, s.above, shared.bits, team);
-        const int num = wanted_top(p);
-        if (num == 0) {
-            if (team.rank == 0) {
-                end_top(p, 0);
-            }
-            return;
-        }
-        if (threadIdx.x == 0) {
-            shared.bound = fmaxf(shared.top_bound, from);
-        }
-        next = kRanking;
-    }
-}
-
 __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     TeamShared& shared = team.shared;
     Shared& s = shared.s;
     const int row_idx = p.row_idx;
     Row row(p);
-    prefetch_share<kFetched>(row, team, 0);
     const Fours fours(row);
     const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
     const int top_k = p.top_k ? p.top_k[row_idx] : 0;
     const float top_p = p.top_p ? p.top_p[row_idx] : 1.0f;
+    const uint64_t seed = p.seed ? p.seed[row_idx] : 0, offset = p.offset ? p.offset[row_idx] : 0;
+    prefetch_share<kFetched>(row, team, 0);  // behind what the row asks for
     const bool has_k = top_k > 0 && top_k < p.size;
     const bool has_p = top_p < 1.0f;
     bool is_greedy = !(temperature > 0.0f);
@@ -254,6 +102,8 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     if (threadIdx.x == 0) {
         shared.top_p = top_p;
         shared.top_k = top_k;
+        shared.seed = seed;
+        shared.offset = offset;
         shared.num_listed = 0;
         const Weigher any = weigher_of(0.0f, temperature);
         shared.scale = any.scale;
@@ -305,7 +155,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
                                  [](int a, int b) { return min(a, b); });
         }
         const float of_share =
-            has_bound ? loose_bound(seen.of_thread, (shared.top_k + team.size - 1) / team.size)
+            has_bound ? loose_bound(seen.of_thread, (shared.top_k + team.size - 1) >> team.shift)
                       : 0.0f;
         team.take_back();
         if (threadIdx.x == 0) {
@@ -315,20 +165,19 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
             shared.mine.least = of_share;
         }
         team.exchange<true>(has_bins ? Team::kCounts : Team::kNotes);
-        largest = bound = -kInfinity;
-        float least = kInfinity;
-        for (int i = 0; i < team.size; ++i) {
-            const Note& note = shared.notes[i];
-            if (note.largest > largest) {
-                largest = note.largest;
-                index = note.index;
-            } else if (note.largest == largest) {
-                index = min(index, note.index);
-            }
-            bound = fmaxf(bound, note.bound);
-            least = fminf(least, note.least);
+        // A lane for each block.
+        const Note& note = shared.notes[threadIdx.x & (team.size - 1)];
+        const auto most_of = [](float a, float b) { return fmaxf(a, b); };
+        largest = warp_reduce<kMaxTeam>(note.largest, most_of);
+        bound = kInfinity;
+        if (is_greedy) {
+            index = warp_reduce<kMaxTeam>(note.largest == largest ? note.index : p.size,
+                                          [](int a, int b) { return min(a, b); });
+        } else if (has_bound) {
+            const float least =
+                warp_reduce<kMaxTeam>(note.least, [](float a, float b) { return fminf(a, b); });
+            bound = fmaxf(warp_reduce<kMaxTeam>(note.bound, most_of), least);
         }
-        bound = has_bound ? fmaxf(bound, least) : kInfinity;
         if (!(largest > -kInfinity)) {
             if (shared.has_mask) {
                 // Nothing is allowed: as if all were.
@@ -371,7 +220,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     if (has_bound && draw_listed(p, weigher, is_held, seen.of_thread, team)) {
         return;
     }
-    draw_by_search(has_bins);
+    draw_by_search(has_bins, shared);
 }
 
 __device__ __forceinline__ void sample_row(const SampleParams& p) {
@@ -392,7 +241,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
         (.threads = kNumThreads, .shared_bytes = sizeof(TeamShared)),                      \
         extern "C" __global__ void __launch_bounds__(kNumThreads, 1) NAME(SAMPLE_PARAMS) { \
             sample_row({nullptr, nullptr, SAMPLE_ARGUMENTS,                                \
-                        static_cast<int>(blockIdx.x / cluster_size())});                   \
+                        static_cast<int>(blockIdx.x >> exponent_of(cluster_size()))});     \
         })
 
 EXPORT_SAMPLE(sample)

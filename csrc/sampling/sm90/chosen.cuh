@@ -14,25 +14,26 @@ struct Chosen {
     Above above[kNum];  // of the candidates
     bool are_kept[kNum];
 
-    int split;  // threads that share the thread's candidate, a power of two: where these are few
+    // Threads that share the thread's candidate, where these are few: 1 << shift.
+    int split, shift;
 
     // Which candidate of the row the thread's i-th is.
     __device__ __forceinline__ int place(int i) const {
-        return i == 0       ? threadIdx.x / split
+        return i == 0       ? threadIdx.x >> shift
                : split == 1 ? threadIdx.x + i * kNumThreads
                             : kNumCandidates;
     }
 
     // Of those that share a candidate, one counts it.
     __device__ __forceinline__ bool counts(int i) const {
-        return are_kept[i] && threadIdx.x % split == 0;
+        return are_kept[i] && (threadIdx.x & (split - 1)) == 0;
     }
 
     // Calls visit(value, index, mass) of the candidates, each by one of those that share one.
     template <typename Visit>
     __device__ __forceinline__ void all(const Shared& s, const Visit& visit) const {
 #pragma unroll 1
-        for (int i = threadIdx.x % split * 4; i < s.num_candidates; i += 4 * split) {
+        for (int i = (threadIdx.x & (split - 1)) * 4; i < s.num_candidates; i += 4 * split) {
             const float4 value = *reinterpret_cast<const float4*>(s.values + i);
             const int4 index = *reinterpret_cast<const int4*>(s.indices + i);
             const ulonglong2 low = *reinterpret_cast<const ulonglong2*>(s.masses + i);
@@ -57,7 +58,8 @@ struct Chosen {
     __device__ __forceinline__ void compare(const Weigher& weigher, Shared& s) {
         const int num = s.num_candidates;
         const int padded = min(kNumCandidates, (num + 3) / 4 * 4);
-        split = num <= kNumThreads / 4 ? 4 : num <= kNumThreads / 2 ? 2 : 1;
+        shift = num <= kNumThreads / 4 ? 2 : num <= kNumThreads / 2 ? 1 : 0;
+        split = 1 << shift;
 #pragma unroll
         for (int i = 0; i < kNum; ++i) {
             are_kept[i] = place(i) < num;

@@ -86,7 +86,7 @@ __device__ __noinline__ float look_and_hold() {
     const float of_thread = row.dtype == kFp32 ? hold<true>(row, first, step, held)
                                                : hold<false>(row, first, step, held);
     // Lanes apart are a group: what is large and close together is in more of them.
-    const int of_warp = kMaxTeam / team.size, lane_idx = threadIdx.x % 32;
+    const int of_warp = kMaxTeam >> team.shift, lane_idx = threadIdx.x % 32;
     float largest = of_thread;
 #pragma unroll 1
     for (int mask = 16; mask >= of_warp; mask /= 2) {

@@ -15,7 +15,7 @@ struct Pieces {
     TeamShared& shared;
     int rank, team_size, row_size;
 
-    __device__ __forceinline__ int of_a_warp() const { return kMaxTeam / team_size; }
+    __device__ __forceinline__ int of_a_warp() const { return kMaxTeam >> exponent_of(team_size); }
 
     // What a warp weighs at once, or as often.
     static constexpr int kTogether = TeamShared::kTurns * 32 * kFour;
@@ -333,15 +333,18 @@ __device__ __noinline__ void weigh_any_row() {
 
 // Answers s.question of the block's pieces of the row: candidates or bins, and of what it weighs
 // shared.own_pieces, what each piece has above the window's lower end, and shared.own_totals.
-__device__ __forceinline__ void scan(TeamShared& shared) {
+__device__ __noinline__ void scan() {
+    TeamShared& shared = team_shared();
     const Question question = shared.s.question;
     // At temperatures at which `lowest` is the least of all floats it weighs something.
     if (shared.is_ahead && shared.largest < FLT_MAX && shared.lowest > -FLT_MAX &&
         question.collects && shared.p.size <= Pieces::kMostWhole) {
         weigh_plain_row();
         __syncthreads();
+        shared.find_bits();
         choose_listed(question.from, question.to, shared);
     } else {
+        shared.find_bits();
         weigh_any_row();
     }
 }

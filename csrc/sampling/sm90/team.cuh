@@ -41,7 +41,7 @@ struct TeamShared {
     alignas(16) float own_groups[kNumGroups];  // the largest of each, of this block's
     alignas(16) float groups[kNumGroups];      // and of all
     int num_own, num_listed;
-    uint64_t bits;  // random
+    uint64_t seed, offset, bits;  // random
     // Of the row, from the first pass on: what registers would hold for long.
     float largest, floor, top_p, bound, top_bound;
     float scale, lowest;  // of the Weigher
@@ -59,6 +59,13 @@ struct TeamShared {
 
     __device__ __forceinline__ Weigher weigher() const {
         return {fminf(largest, FLT_MAX), scale, lowest};
+    }
+
+    // The row's random number, by a warp under what others do.
+    __device__ __forceinline__ void find_bits() {
+        if (threadIdx.x / 32 == kNumWarps - 1) {
+            bits = random_bits(seed, offset);
+        }
     }
 
     // A four of which some may become candidates.
@@ -84,12 +91,29 @@ __device__ __forceinline__ TeamShared& team_shared() {
     return *reinterpret_cast<TeamShared*>(dynamic_shared());
 }
 
+// The exponent of a power of two: a division by what is not known takes twenty instructions.
+__device__ __forceinline__ int exponent_of(int power) {
+    return 31 - __clz(power);
+}
+
 struct Team {
     TeamShared& shared;
-    int rank, size;
+    int rank, size;  // size: a power of two
+    int shift;       // its exponent
 
     __device__ __forceinline__ explicit Team(TeamShared& its)
-        : shared(its), rank(cluster_rank()), size(cluster_size()) {}
+        : shared(its), rank(cluster_rank()), size(cluster_size()), shift(exponent_of(size)) {}
+
+    // Of which block a number below `num`, a power of two, is, if each has neighbours; which of
+    // its.
+    template <int kNum>
+    __device__ __forceinline__ int rank_of(int i) const {
+        return i >> (31 - __builtin_clz(kNum) - shift);
+    }
+    template <int kNum>
+    __device__ __forceinline__ int place_of(int i) const {
+        return i & ((kNum >> shift) - 1);
+    }
 
     // Once, before all else: what the block has not said yet is read by none.
     __device__ __forceinline__ void begin() const {
@@ -124,25 +148,43 @@ struct Team {
             reinterpret_cast<float4*>(shared.notes)[thread_idx] =
                 ld_shared_cluster(cluster_address(at, thread_idx / kVecs));
         }
+        // Of each block's candidates some are read before it is known how many there are.
+        const int some = kNumThreads >> shift, from = rank_of<kNumThreads>(thread_idx);
+        const int place = place_of<kNumThreads>(thread_idx);
+        uint2 found;
         if (!kIsFirst) {
+            if (reads == kCandidates) {
+                found = read_candidate(place, from);
+            }
             read_masses();
+        }
+        if (kIsFirst && reads == kCounts) {
+            sum_counts();
         }
         __syncthreads();
         if (!kIsFirst && reads == kCandidates) {
-            int num = 0;
+            int num = 0, before = place;
+            bool are_some = true;
+#pragma unroll 1
             for (int i = 0; i < size; ++i) {
                 const int of_block = shared.notes[i].num;
                 num += of_block > kNumCandidates ? kNumCandidates + 1 : of_block;
+                before += i < from ? of_block : 0;
+                are_some = are_some && of_block <= some;
             }
-            if (num <= kNumCandidates) {
+            if (are_some && num <= kNumCandidates) {
+                if (place < shared.notes[from].num) {
+                    s.values[before] = __uint_as_float(found.x);
+                    s.indices[before] = static_cast<int>(found.y);
+                }
+            } else if (num <= kNumCandidates) {
 #pragma unroll 1
                 for (int i = thread_idx; i < num; i += kNumThreads) {
                     int from = 0, place = i;
                     while (place >= shared.notes[from].num) {
                         place -= shared.notes[from++].num;
                     }
-                    const uint32_t at = shared_address(shared.own) + place * sizeof(uint2);
-                    const uint2 found = ld_shared_cluster_2(cluster_address(at, from));
+                    found = read_candidate(place, from);
                     s.values[i] = __uint_as_float(found.x);
                     s.indices[i] = static_cast<int>(found.y);
                 }
@@ -150,9 +192,6 @@ struct Team {
             if (thread_idx == 0) {
                 s.num_candidates = num;
             }
-        }
-        if (kIsFirst && reads == kCounts) {
-            sum_counts();
         }
         if (!kIsFirst && reads == kBins) {
             sum_bins();
@@ -165,11 +204,12 @@ struct Team {
 
     // Reads the largest of all blocks' groups.
     __device__ __forceinline__ void exchange_groups() {
-        const int num = kNumGroups / size, i = threadIdx.x * 4;
+        const int i = threadIdx.x * 4;
         meet();
         if (i < kNumGroups) {
             *reinterpret_cast<float4*>(&shared.groups[i]) = ld_shared_cluster(
-                cluster_address(shared_address(&shared.own_groups[i % num]), i / num));
+                cluster_address(shared_address(&shared.own_groups[place_of<kNumGroups>(i)]),
+                                rank_of<kNumGroups>(i)));
         }
         __syncthreads();
         if (size > 1) {
@@ -192,18 +232,24 @@ struct Team {
     // Of which block's warp a piece is: pieces of a row go around the warps of the cluster.
     __device__ __forceinline__ void read_masses() {
         const int thread_idx = threadIdx.x, piece = thread_idx % kPieces;
-        const int warp = piece % (size * kNumWarps);
+        const int warps = kNumWarps << shift, warp = piece & (warps - 1);
         const bool is_total = thread_idx >= kPieces;
-        if (thread_idx < 2 * kPieces && !(is_total && piece >= size * kNumWarps)) {
+        if (thread_idx < 2 * kPieces && !(is_total && piece >= warps)) {
             const uint64_t* own =
                 is_total
                     ? &shared.own_totals[warp % kNumWarps]
-                    : &shared.own_pieces[piece / (size * kNumWarps) * kNumWarps + warp % kNumWarps];
+                    : &shared
+                           .own_pieces[(piece >> shift) / kNumWarps * kNumWarps + warp % kNumWarps];
             const uint2 words =
                 ld_shared_cluster_2(cluster_address(shared_address(own), warp / kNumWarps));
             (is_total ? shared.totals : shared.pieces)[piece] =
                 static_cast<uint64_t>(words.y) << 32 | words.x;
         }
+    }
+
+    __device__ __forceinline__ uint2 read_candidate(int place, int from) const {
+        const uint32_t at = shared_address(shared.own) + place * sizeof(uint2);
+        return ld_shared_cluster_2(cluster_address(at, from));
     }
 
     __device__ __forceinline__ uint4 read_four(const uint32_t* own, int rank) const {
@@ -212,27 +258,30 @@ struct Team {
                           __float_as_uint(v.w));
     }
 
-    // All blocks' at once.
+    // Each block adds up a share of all bins, a lane for each block, and reads the other shares: to
+    // read all of all blocks took five times as long.
     __device__ __forceinline__ void sum_counts() {
+        static_assert(kNumBins == 4 * kNumThreads);
+        const int thread_idx = threadIdx.x;
+        uint32_t* sums = shared.bins.counts;
+        const int own = ((rank * kNumThreads + thread_idx) >> shift) * 4;
+        uint4 sum = read_four(&shared.own_bins.counts[own], thread_idx & (size - 1));
 #pragma unroll 1
-        for (int i = threadIdx.x * 4; i < kNumBins; i += kNumThreads * 4) {
-            uint4 counts[kMaxTeam];
-#pragma unroll
-            for (int rank = 0; rank < kMaxTeam; ++rank) {
-                counts[rank] = make_uint4(0, 0, 0, 0);
-                if (rank < size) {
-                    counts[rank] = read_four(&shared.own_bins.counts[i], rank);
-                }
+        for (int mask = 1; mask < size; mask *= 2) {
+            sum.x += __shfl_xor_sync(kAllLanes, sum.x, mask);
+            sum.y += __shfl_xor_sync(kAllLanes, sum.y, mask);
+            sum.z += __shfl_xor_sync(kAllLanes, sum.z, mask);
+            sum.w += __shfl_xor_sync(kAllLanes, sum.w, mask);
+        }
+        if ((thread_idx & (size - 1)) == 0) {
+            *reinterpret_cast<uint4*>(sums + own) = sum;
+        }
+        if (size > 1) {
+            meet();
+            const int other = thread_idx * 4, its_rank = rank_of<kNumThreads>(thread_idx);
+            if (its_rank != rank) {
+                *reinterpret_cast<uint4*>(sums + other) = read_four(sums + other, its_rank);
             }
-            uint4 sum = counts[0];
-#pragma unroll
-            for (int rank = 1; rank < kMaxTeam; ++rank) {
-                sum.x += counts[rank].x;
-                sum.y += counts[rank].y;
-                sum.z += counts[rank].z;
-                sum.w += counts[rank].w;
-            }
-            *reinterpret_cast<uint4*>(&shared.bins.counts[i]) = sum;
         }
     }
 

@@ -5,15 +5,29 @@
 
 namespace kernel_hub::sampling::sm90 {
 
+__device__ __forceinline__ float upper_of(uint64_t floats) {
+    return __uint_as_float(static_cast<uint32_t>(floats >> 32));
+}
+__device__ __forceinline__ float lower_of(uint64_t floats) {
+    return __uint_as_float(static_cast<uint32_t>(floats));
+}
+
 // Bins as deep as rows that are normal are, by a sample: of each thread the largest. A fifth of
 // them are above the sample, which most of what is largest is, and weighs most: what one bin has
 // together is guessed badly. s.range: at most so deep. Returns what is not counted: this, and what
 // is less.
 __device__ __forceinline__ float rule(float of_thread, Shared& s) {
     const float deepest = s.range;
-    const float largest =
-        block_reduce(of_thread, s.float_slots, [](float a, float b) { return fmaxf(a, b); });
-    const float range = fminf(3.0f * (largest - least_of(of_thread, s)), deepest);
+    const float least_of_thread = of_thread > -kInfinity ? of_thread : kInfinity;
+    const uint64_t ends = block_reduce(
+        static_cast<uint64_t>(__float_as_uint(of_thread)) << 32 | __float_as_uint(least_of_thread),
+        s.mass_slots, [](uint64_t a, uint64_t b) {
+            const float most = fmaxf(upper_of(a), upper_of(b));
+            const float least = fminf(lower_of(a), lower_of(b));
+            return static_cast<uint64_t>(__float_as_uint(most)) << 32 | __float_as_uint(least);
+        });
+    const float largest = upper_of(ends);
+    const float range = fminf(3.0f * (largest - lower_of(ends)), deepest);
     const float ruled = range * 1.25f;
     const Ruler ruler = ruler_of(largest + ruled / 5.0f, ruled);
     if (threadIdx.x == 0) {
@@ -55,7 +69,7 @@ struct OwnBins {
 
 // Between the middles of two bins of equal steps of values, nearly.
 __device__ __forceinline__ float step_of(const Ruler& ruler) {
-    return 1.0f / (ruler.inverse * (kNumBins - 1));
+    return __fdividef(1.0f, ruler.inverse * (kNumBins - 1));
 }
 
 // is_guess: what the counts say that is above `from` weighs, all of a bin as what is nearest to its
@@ -84,8 +98,9 @@ __device__ __forceinline__ OwnBins sum_own(const Bins& bins, const Weigher& weig
             if (is_bf16) {
                 middle = to_float(from_float<__nv_bfloat16>(middle));
             }
-            const uint64_t mass = weigher.mass(fminf(middle, weigher.largest));
-            own.amounts[i] = middle > from ? own.counts[i] * mass : 0;
+            const float depth = weigher.clamped_depth(fminf(middle, weigher.largest));
+            const float mass = exp2_approx(depth + kMassBits) * static_cast<float>(own.counts[i]);
+            own.amounts[i] = middle > from ? static_cast<uint64_t>(mass) : 0;
             if (bin == 0 && own.counts[i] > 0) {
                 own.amounts[i] = max(own.amounts[i], uint64_t{1} << kMassBits);  // the largest's
             }
@@ -109,15 +124,14 @@ __device__ __forceinline__ OwnBins sum_own(const Bins& bins, const Weigher& weig
         s.count_slots[warp_idx] = count_until;
     }
     __syncthreads();
-    own.amount_before = amount_until - own.amount;
-    own.count_before = count_until - own.count;
-    own.of_all = 0;
-#pragma unroll
-    for (int i = 0; i < kNumWarps; ++i) {
-        own.amount_before += i < warp_idx ? s.mass_slots[i] : 0;
-        own.count_before += i < warp_idx ? s.count_slots[i] : 0;
-        own.of_all += s.mass_slots[i];
-    }
+    const int slot = lane_idx % kNumWarps;
+    const auto sum = [](auto a, auto b) { return a + b; };
+    const uint64_t amount = s.mass_slots[slot];
+    own.of_all = warp_reduce<kNumWarps>(amount, sum);
+    own.amount_before =
+        warp_reduce<kNumWarps>(slot < warp_idx ? amount : 0, sum) + amount_until - own.amount;
+    const uint32_t count = slot < warp_idx ? s.count_slots[slot] : 0;
+    own.count_before = warp_reduce<kNumWarps>(count, sum) + count_until - own.count;
     return own;
 }
 
@@ -161,7 +175,8 @@ struct Cut {
 __device__ __forceinline__ Cut cut_at(const Ruler& ruler, const OwnBins& own, uint32_t place) {
     OwnBin at(own);
     at.find(own, [&](const OwnBin& each) { return place - each.count_before < each.count; });
-    const float part = static_cast<float>(place - at.count_before) / static_cast<float>(at.count);
+    const float part =
+        __fdividef(static_cast<float>(place - at.count_before), static_cast<float>(at.count));
     const float along = static_cast<float>(at.bin) + (part - 0.5f);
     return {key_of(fmaf(-along, step_of(ruler), ruler.top)),
             at.amount_before + static_cast<uint64_t>(part * static_cast<float>(at.amount))};
@@ -188,8 +203,8 @@ __device__ __forceinline__ void find_window(const Bins& bins, const Weigher& wei
         it.find(own,
                 [&](const OwnBin& each) { return target - each.amount_before <= each.amount; });
         const uint32_t before = it.count_before, count = it.count;
-        const float share =
-            static_cast<float>(target - it.amount_before) / static_cast<float>(it.amount);
+        const float share = __fdividef(static_cast<float>(target - it.amount_before),
+                                       static_cast<float>(it.amount));
         const uint32_t place = before + static_cast<uint32_t>(share * static_cast<float>(count));
         const bool is_small = count + 2 * kAround <= kNumCandidates;
         const uint32_t begin = place - min(place, 2 * kAround);
