@@ -22,8 +22,8 @@
 //   ..._convert  a block 16 rows of a head: dq from the sums; or dk or dv from its parts
 // Each waits for the launch before it: the main kernel once it has set up and asked for its first
 // tiles, which are older than that launch. Under the main kernel's end the next one begins.
-// Of narrow heads (kGoesOn) a block takes one work after another, by a counter, and q and dout of
-// the next one come while the last one ends: 3 us of the 7 that a work costs beside its rounds.
+// A block takes one work after another, by a counter, and q and dout of the next one come while the
+// last one ends: 3 us of the 7 that a work costs beside its rounds.
 // The keys that most queries see come first, within groups of heads whose q, dout and dq stay in
 // the L2. dk and dv have one order of summation. dq has one where there are turns: a block then
 // adds its part of a block of queries after the blocks of lower keys.
@@ -78,23 +78,23 @@
 
 namespace kernel_hub::attention::backward::sm90 {
 
-// The works of a block; where there are several, as its first warp finds them. By whole warps.
+// The works of a block, as its first warp finds them, or the one it has. By whole warps.
 template <class C, class Do>
-__device__ __forceinline__ void each_work(const BackwardShared<C>& shared, Do&& work_on) {
-    if constexpr (!C::kGoesOn) {
-        work_on(shared.work(0));
-    } else {
+__device__ __forceinline__ void each_work(const BackwardShared<C>& shared, bool has_one,
+                                          Do&& work_on) {
 #pragma unroll 1
-        for (int nth = 0;; ++nth) {
-            mbarrier_wait(shared.work_full(nth), nth / 2 % 2);
-            const BackwardWork& work = shared.work(nth);
-            if (work.num_iterations < 0) {
-                break;
-            }
-            work_on(work);
-            __syncwarp();
-            mbarrier_arrive_if(shared.work_empty(nth), read_thread_idx() % 32 == 0);
+    for (int nth = 0;; ++nth) {
+        mbarrier_wait(shared.work_full(nth), nth / 2 % 2);
+        const BackwardWork& work = shared.work(nth);
+        if (work.num_iterations < 0) {
+            break;
         }
+        work_on(work);
+        if (has_one) {
+            break;
+        }
+        __syncwarp();
+        mbarrier_arrive_if(shared.work_empty(nth), read_thread_idx() % 32 == 0);
     }
 }
 
@@ -132,23 +132,16 @@ __device__ __forceinline__ void attention_backward_sm90(
         st_shared_release(shared.added(1), 0);
         fence_mbarrier_init();
     }
-    if constexpr (!C::kGoesOn) {
-        if (p.cu_seqlens_k) {
-            wait_for_launch_before();  // which finds their order
-        }
-        Place place;
-        const bool has_work = BackwardWork::template locate<C>(p, blockIdx.x, place);
-        if (!has_work && blockIdx.x > 0) {  // the first one looks at all sequences
-            wait_for_launch_before();
-            return;
-        }
-        if (threadIdx.x == 0) {
-            BackwardWork only = {};
-            if (has_work) {
-                only.find<C>(p, blockIdx.x, place);
-            }
-            shared.work(0) = only;
-        }
+    const bool is_all = p.works.count() <= static_cast<int>(gridDim.x);  // each block has one work
+    const bool has_one = C::kFindsFirst && is_all;
+    // The first work, where nothing must be waited for.
+    const bool has_first =
+        C::kFindsFirst && !p.cu_seqlens_k && (is_all || !p.workspace.sums.has_turns);
+    if (has_first && threadIdx.x == 0) {
+        const Place place =
+            p.works.find_dense(BackwardWork::work_of<C>(p, blockIdx.x), p.works.num_pairs,
+                               p.works.num_blocks, p.works.pairs_per_group);
+        shared.work(0).template begin<C>(p, true, blockIdx.x, place, 0, 0);
     }
     __syncthreads();
 
@@ -158,29 +151,29 @@ __device__ __forceinline__ void attention_backward_sm90(
         const int warp_idx = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
         if (warp_idx == 0) {
             BackwardProducer<C> producer{p, shared, static_cast<int>(threadIdx.x)};
-            producer.run();
+            producer.run(has_first, has_one);
         } else if (warp_idx <= C::kConsumers) {
             wait_for_launch_before();  // which zeroes the sums
             int added = 0;
-            each_work(shared, [&](const BackwardWork& work) {
+            each_work(shared, has_one, [&](const BackwardWork& work) {
                 add_dq<C>(p, shared, work, warp_idx - 1, added);
             });
         } else {
             report_sequences(p);
             wait_for_launch_before();
             int added = 0;
-            each_work(shared,
+            each_work(shared, has_one,
                       [&](const BackwardWork& work) { pass_turns<C>(p, shared, work, added); });
         }
     } else {
         acquire_registers<C::kConsumerRegisters>();
         if constexpr (C::kHasRoles) {
             RoleConsumer<C> consumer(p, shared);
-            each_work(shared,
+            each_work(shared, has_one,
                       [&](const BackwardWork& work) { consumer.run(work, warpgroup == 1); });
         } else {
             BackwardConsumer<C> consumer(p, shared, warpgroup - 1);
-            each_work(shared, [&](const BackwardWork& work) { consumer.run(work); });
+            each_work(shared, has_one, [&](const BackwardWork& work) { consumer.run(work); });
         }
         // Not before: the next launch's blocks would be in the way of this one's.
         allow_next_launch();
@@ -298,6 +291,8 @@ EXPORT_BACKWARD(bf16_hdim64_rows128, __nv_bfloat16, 64, 128)
 EXPORT_BACKWARD(fp16_hdim64_rows128, __half, 64, 128)
 EXPORT_BACKWARD(bf16_hdim96_rows64, __nv_bfloat16, 96, 64)
 EXPORT_BACKWARD(fp16_hdim96_rows64, __half, 96, 64)
+EXPORT_BACKWARD(bf16_hdim112_rows64, __nv_bfloat16, 112, 64)
+EXPORT_BACKWARD(fp16_hdim112_rows64, __half, 112, 64)
 EXPORT_BACKWARD(bf16_hdim128_rows64, __nv_bfloat16, 128, 64)
 EXPORT_BACKWARD(fp16_hdim128_rows64, __half, 128, 64)
 EXPORT_BACKWARD(bf16_hdim160_rows64, __nv_bfloat16, 160, 64)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kernel_hub.ops.attention.backward import works
+from kernel_hub.ops.attention.backward.portable import parts_of_group
 from kernel_hub.ops.attention.backward.works import (
     Pairs,
     Parting,
     Traffic,
     Turns,
     parting,
-    parts_of_group,
     rounds,
     turns,
 )

@@ -39,6 +39,9 @@ struct BackwardConsumer {
     }
 
     static constexpr int kRows16 = 64 * kPanelBytes / 16;
+    static __device__ __forceinline__ int thread_idx() {
+        return C::kReadsThread ? read_thread_idx() : threadIdx.x;
+    }
     static __device__ __forceinline__ int consumer_idx() { return read_thread_idx() / 128 - 1; }
     static __device__ __forceinline__ bool is_first_lane() { return read_thread_idx() % 32 == 0; }
 
@@ -54,8 +57,8 @@ struct BackwardConsumer {
     };
 
     __device__ __forceinline__ void take_rows(Rows& rows, int at) {
-        const int lane_idx = threadIdx.x % 32, row = lane_idx % 16;
-        const uint32_t mine = 16 * mine16 + at + (threadIdx.x / 32 % 4 * 16 + row) * kPanelBytes;
+        const int thread = thread_idx(), lane_idx = thread % 32, row = lane_idx % 16;
+        const uint32_t mine = 16 * mine16 + at + (thread / 32 % 4 * 16 + row) * kPanelBytes;
 #pragma unroll
         for (int i = 0; i < C::kKeptColumns / 16; ++i) {
             const int chunk = (i % 4 * 2 + lane_idx / 16) ^ (row % 8);
@@ -175,23 +178,25 @@ struct BackwardConsumer {
                                           const BackwardWork& work) {
         const Heads<T>& target = is_dv ? p.dv : p.dk;
         const float factor = is_dv ? 1.0f : p.softmax_scale;
-        const int thread_idx = C::kHasRoles ? threadIdx.x % 128 : threadIdx.x - 128;
-        const int lane_idx = thread_idx % 32;
+        const int thread = C::kHasRoles ? thread_idx() % 128 : thread_idx() - 128;
+        const int lane_idx = thread % 32;
         const int first_column = 8 * (lane_idx % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = thread_idx / 32 * 16 + lane_idx / 4 + 8 * r;
+            const int row = thread / 32 * 16 + lane_idx / 4 + 8 * r;
             T* out =
                 work.part < 0
                     ? target.at(work.batch_idx, work.first_key_row + row, work.head_idx)
                     : p.parts + (p.works.part_of(is_dv, work.part) * C::kBlockN + row) * p.head_dim;
 #pragma unroll
-            for (int i = 0; i < kHeadDim / 32; ++i) {
+            for (int i = 0; i < ceil_div(kHeadDim, 32); ++i) {
                 uint32_t words[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int column = 4 * (4 * i + j) + 2 * r;
-                    words[j] = pack2<T>(sums[column] * factor, sums[column + 1] * factor);
+                    words[j] = 2 * column < kHeadDim
+                                   ? pack2<T>(sums[column] * factor, sums[column + 1] * factor)
+                                   : 0;
                 }
                 transpose_in_quad(words, lane_idx);
                 if (row < work.num_key_rows && 32 * i + first_column < p.head_dim) {
@@ -267,7 +272,7 @@ struct BackwardConsumer {
         hold_registers(dv);
         if (work.num_iterations == 0) {
         } else if (C::kIsLastNarrow && mine16 != all16) {
-            walk<C::kDqRegisters / 2>(work, dk, dv);
+            walk<C::kLastColumns / 2>(work, dk, dv);
         } else {
             walk<C::kDqRegisters>(work, dk, dv);
         }
@@ -290,7 +295,7 @@ struct BackwardConsumer {
         float scores[kScores], dp[kScores];
         leave_undefined(scores);
         leave_undefined(dp);
-        const int first = work.template first<C>(), parity = C::kGoesOn ? work.keys_parity : 0;
+        const int first = work.first_iteration, parity = work.keys_parity;
         mbarrier_wait(shared.k_full(), parity);
         issue_scores_of(first, scores);
         mbarrier_wait(shared.v_full(), parity);
@@ -312,8 +317,8 @@ struct BackwardConsumer {
 #pragma unroll 1
         for (int i = first;;) {
             int stage = i % 2;
-            const bool is_first = i == work.template first<C>();
-            const bool is_last = i == work.template last<C>();
+            const bool is_first = i == work.first_iteration;
+            const bool is_last = i == work.last_iteration;
             mine16 = keep(mine16);
             Words p_words;
             pack(scores, p_words);
@@ -360,7 +365,7 @@ struct BackwardConsumer {
         }
         float dq[kCount];
         leave_undefined(dq);
-        const int last = work.template last<C>(), stage = last % 2;
+        const int last = work.last_iteration, stage = last % 2;
         const bool is_only = work.num_iterations == 1;
         mbarrier_wait_unless(is_only, shared.ds_full(stage ^ 1), (last + 1) / 2 % 2 ^ 1);
         issue_dq(dq, stage ^ 1);
@@ -368,9 +373,7 @@ struct BackwardConsumer {
         wgmma_wait<1>();
         hold_registers(dq);
         if (!is_only) {
-            if (C::kGoesOn) {
-                mbarrier_arrive_if(shared.ds_empty(stage ^ 1), is_first_lane());
-            }
+            mbarrier_arrive_if(shared.ds_empty(stage ^ 1), is_first_lane());
             leave_dq(dq, last - 1);
         }
         mbarrier_wait(shared.ds_full(stage), last / 2 % 2);
@@ -380,11 +383,9 @@ struct BackwardConsumer {
         wgmma_wait<0>();
         hold_registers(dq);
         hold_registers(dk);
-        if (C::kGoesOn) {
-            mbarrier_arrive_if(shared.ds_empty(stage), is_first_lane());
-            mbarrier_arrive_if(shared.q_empty(stage), is_first_lane());
-            mbarrier_arrive_if(shared.kv_empty(), is_first_lane());
-        }
+        mbarrier_arrive_if(shared.ds_empty(stage), is_first_lane());
+        mbarrier_arrive_if(shared.q_empty(stage), is_first_lane());
+        mbarrier_arrive_if(shared.kv_empty(), is_first_lane());
         leave_dq(dq, last);
     }
 };

@@ -22,9 +22,6 @@ struct BackwardConfig {
     // Wide heads leave a consumer the registers for one sum of 64 keys: both work on the same keys,
     // one for dv and the other for dk.
     static constexpr bool kHasRoles = kHeadDim > 128;
-    // Whether a block goes on with other works (at 128 there are no registers for it): q and dout
-    // of the next one come while the last one ends.
-    static constexpr bool kGoesOn = kHeadDim < 128;
     static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
     static constexpr int kBlockN = kHasRoles ? 64 : 128;
     static constexpr int kStages = 2, kDoutStages = kHeadDim > 192 ? 1 : 2;
@@ -47,11 +44,16 @@ struct BackwardConfig {
     static constexpr bool kKeepsProbs = kBlockM == 64 && !kHasRoles;
     // So many columns of 64 rows of v, with roles also of k in the first consumer, stay in
     // registers: what they have room for.
-    static constexpr int kKeptColumns = kHeadDim == 32 || kHeadDim == 96 || kHeadDim == 160
-                                            ? kHeadDim
-                                        : kHeadDim == 128 || kHeadDim == 224 ? 64
+    static constexpr int kKeptColumns = kHeadDim == 64 || kHeadDim == 256    ? 0
+                                        : kHeadDim <= 112 || kHeadDim == 160 ? kHeadDim
                                         : kHeadDim == 192                    ? 128
-                                                                             : 0;
+                                                                             : 64;
+    // Whether a block's first work is found by a thread that has all registers yet: -1.2 us at 96,
+    // but other bodies' loops are slower for it, +1 us or 2 %.
+    static constexpr bool kFindsFirst = kHeadDim > 64 && kHeadDim != 128;
+    // Whether what follows from a thread's index is worked out anew for each work: there are no
+    // registers to keep it.
+    static constexpr bool kReadsThread = kHeadDim > 64 && !kHasRoles;
     // Whether the next scores are under way while dq is left: there, +1 %; at 96, -2 to -6 %.
     static constexpr bool kScoresFirst = kHeadDim <= 64;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -79,7 +81,7 @@ struct BackwardConfig {
 
     static_assert(kBlockM == 64 || (kSplitsRows && kHeadDim <= 64),
                   "a part of dq is 64 rows of one panel");
-    static_assert(!kIsLastNarrow || kLastColumns == 32, "half a panel");
+    static_assert(!kIsLastNarrow || !kHasRoles || kLastColumns == 32, "half a panel");
     static_assert(kFirstParts >= kDqParts - kFirstParts && kDqParts > kFirstParts,
                   "both consumers make parts of dq, the first as many as the second or more");
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 504,
@@ -219,15 +221,6 @@ struct BackwardWork : Work {
     // of those with a query.
     int first_iteration, last_iteration, keys_parity;
 
-    template <class C>
-    __device__ __forceinline__ int first() const {
-        return C::kGoesOn ? first_iteration : 0;
-    }
-    template <class C>
-    __device__ __forceinline__ int last() const {
-        return C::kGoesOn ? last_iteration : num_iterations - 1;
-    }
-
     __device__ __forceinline__ bool is_masked(int m) const {
         return static_cast<unsigned>(m - plain_begin) >= static_cast<unsigned>(num_plain);
     }
@@ -250,13 +243,26 @@ struct BackwardWork : Work {
         return min(key_block, -floor_div(m * C::kBlockM - window.start, C::kBlockN));
     }
 
-    // Where work or part `index` lies. False: there is none. Whole warps.
+    // Which work `index` is, or is a part of.
     template <class C>
-    static __device__ __forceinline__ bool locate(const BackwardParameters<typename C::T>& p,
-                                                  int index, Place& place) {
-        const int parted = over(max(index - p.works.first_parted, 0), p.works.num_parts);
-        return p.works.find(min(index, p.works.first_parted + parted), keys_of(p, C::kBlockN),
-                            place);
+    static __device__ __forceinline__ int work_of(const BackwardParameters<typename C::T>& p,
+                                                  int index) {
+        const int first = p.works.first_parted;
+        return min(index, first + over(max(index - first, 0), p.works.num_parts));
+    }
+
+    // What a block does as its next work. One thread.
+    template <class C>
+    __device__ __forceinline__ void begin(const BackwardParameters<typename C::T>& p, bool is_there,
+                                          int index, const Place& place, int at_iteration,
+                                          int num_before) {
+        num_iterations = -1;
+        if (is_there) {
+            find<C>(p, index, place);
+        }
+        first_iteration = at_iteration;
+        last_iteration = at_iteration + num_iterations - 1;
+        keys_parity = num_before % 2;
     }
 
     template <class C>

@@ -9,6 +9,7 @@
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
 
 namespace kernel_hub::attention::backward::sm90 {
 
@@ -72,69 +73,56 @@ struct BackwardProducer {
         }
     }
 
-    __device__ __forceinline__ void run() {
-        if constexpr (C::kGoesOn) {
-            find_and_load();
-        } else if (shared.work(0).num_iterations > 0) {
-            load_all(shared.work(0));
-        }
-        wait_once();
-    }
-
-    // The works of the block, one after another.
-    __device__ __forceinline__ void find_and_load() {
-        if (p.cu_seqlens_k) {
-            wait_once();  // for their order
-        }
-        const int num_works = p.works.count();
-        // In turns no block has a work before it runs: those that run may wait for it.
-        const bool may_wait = p.workspace.sums.has_turns && num_works > static_cast<int>(gridDim.x);
-        int index = may_wait ? take(num_works) : blockIdx.x;
-        int first_iteration = 0;
+    // The works of the block, one after another. has_first: that is known; has_one: no more.
+    __device__ __forceinline__ void run(bool has_first, bool has_one) {
+        int at_iteration = 0;
 #pragma unroll 1
         for (int nth = 0;; ++nth) {
             BackwardWork& work = shared.work(nth);
-            if (nth > 1) {
-                mbarrier_wait(shared.work_empty(nth), nth / 2 % 2 ^ 1);
+            if (nth > 0 || !has_first) {
+                find(work, nth, at_iteration);
             }
-            Place place;
-            const bool is_there =
-                index < num_works && BackwardWork::template locate<C>(p, index, place);
-            if (lane_idx == 0) {
-                if (is_there) {
-                    work.template find<C>(p, index, place);
-                } else {
-                    work.num_iterations = -1;
-                }
-                work.first_iteration = first_iteration;
-                work.last_iteration = first_iteration + work.num_iterations - 1;
-                work.keys_parity = num_loaded % 2;
-            }
-            __syncwarp();
             mbarrier_arrive_if(shared.work_full(nth), lane_idx == 0);
-            if (!is_there) {
+            if (work.num_iterations < 0) {
                 break;
             }
             if (work.num_iterations > 0) {
                 load_all(work);
             }
-            first_iteration += work.num_iterations;
-            index = take(num_works);
+            if (has_one) {
+                break;
+            }
+            at_iteration += work.num_iterations;
         }
+        wait_once();
     }
 
-    // The next work that no block has; num_works or more: none.
-    __device__ __forceinline__ int take(int num_works) {
-        wait_once();
-        if (num_works <= static_cast<int>(gridDim.x)) {
-            return num_works;
+    __device__ __forceinline__ void find(BackwardWork& work, int nth, int at_iteration) {
+        const int num_works = p.works.count();
+        const bool is_all = num_works <= static_cast<int>(gridDim.x);  // each block has one
+        const bool has_turns = p.workspace.sums.has_turns;
+        if (nth > 0 || p.cu_seqlens_k || (has_turns && !is_all)) {
+            wait_once();  // for the order of sequences, and the counter
         }
-        int taken = 0;
+        int index = nth == 0 ? blockIdx.x : num_works;
+        // In turns no block has a work before it runs: those that run may wait for it.
+        if (!is_all && (nth > 0 || has_turns)) {
+            if (lane_idx == 0) {
+                index = atomicAdd(p.workspace.taken, 1) + (has_turns ? 0 : keep(gridDim.x));
+            }
+            index = __shfl_sync(kAllLanes, index, 0);
+        }
+        if (nth > 1) {
+            mbarrier_wait(shared.work_empty(nth), nth / 2 % 2 ^ 1);
+        }
+        Place place;
+        const bool is_there =
+            index < num_works && p.works.find(BackwardWork::template work_of<C>(p, index),
+                                              keys_of(p, C::kBlockN), place);
         if (lane_idx == 0) {
-            taken = atomicAdd(p.workspace.taken, 1);
-            taken += p.workspace.sums.has_turns ? 0 : gridDim.x;
+            work.template begin<C>(p, is_there, index, place, at_iteration, num_loaded);
         }
-        return __shfl_sync(kAllLanes, taken, 0);
+        __syncwarp();
     }
 
     __device__ __forceinline__ void load_keys(const BackwardWork& work, bool is_v) {
@@ -150,7 +138,7 @@ struct BackwardProducer {
         const int q_batch = is_varlen_q ? 0 : work.batch_idx;
         bool is_first = true;
         // Those of the work before, which still reads them.
-        const bool has_keys = C::kGoesOn && num_loaded > 0;
+        const bool has_keys = num_loaded > 0;
         if (is_varlen_q || p.cu_seqlens_k) {
             wait_once();
         }

@@ -114,27 +114,29 @@ struct RoleConsumer : BackwardConsumer<C> {
     // dq lags a block behind, so that this consumer does not wait for the other's ds.
     __device__ __forceinline__ void make_probs(const BackwardWork& work,
                                                float (&dv)[kHeadDim / 2]) {
-        const int last = work.num_iterations - 1;
+        const int first = work.first_iteration;
         Words words;
         float scores[Base::kScores];
         leave_undefined(scores);
-        mbarrier_wait(shared.k_full(), 0);
-        mbarrier_wait(shared.q_full(0), 0);
+        mbarrier_wait(shared.k_full(), work.keys_parity);
+        mbarrier_wait(shared.q_full(first % 2), first / 2 % 2);
         Rows k;
         this->take_rows(k, C::kK);
-        this->issue_scores(scores, k, C::kK, C::kQ, 0);
+        this->issue_scores(scores, k, C::kK, C::kQ, first % 2);
         wgmma_wait<0>();
         hold_registers(scores);
-        finish_probs(scores, words, work, 0);
+        finish_probs(scores, words, work, first);
+        int i = first;
 #pragma unroll 1
-        for (int i = 0; i < last; ++i) {
+        for (; i < work.last_iteration; ++i) {
             const int stage = i % 2;
+            const bool is_first = i == work.first_iteration;
             all16 = mine16 = keep(all16);
             mbarrier_wait(shared.dout_full(dout_stage(i)), dout_parity(i));
             this->issue_sums(dv, words, C::kDout, dout_stage(i));
             float dq[C::kDqRegisters];
             leave_undefined(dq);
-            mbarrier_wait_unless(i == 0, shared.ds_full(stage ^ 1), (i + 1) / 2 % 2 ^ 1);
+            mbarrier_wait_unless(is_first, shared.ds_full(stage ^ 1), (i + 1) / 2 % 2 ^ 1);
             issue_part(dq, 0, stage ^ 1);
             mbarrier_wait(shared.q_full(stage ^ 1), (i + 1) / 2 % 2);
             leave_undefined(scores);
@@ -144,7 +146,7 @@ struct RoleConsumer : BackwardConsumer<C> {
             release(shared.dout_empty(dout_stage(i)));
             wgmma_wait<1>();
             hold_registers(dq);
-            if (i > 0) {
+            if (!is_first) {
                 this->leave_dq(dq, kFirstParts * (i - 1));
             }
             Second& second = reinterpret_cast<Second&>(dq);
@@ -155,22 +157,25 @@ struct RoleConsumer : BackwardConsumer<C> {
             finish_probs(scores, words, work, i + 1);
             wgmma_wait<0>();
             hold_registers(second);
-            if (i > 0) {
+            if (!is_first) {
                 release(shared.ds_empty(stage ^ 1));
                 this->leave_dq(second, kFirstParts * (i - 1) + 1);
             }
         }
-        mbarrier_wait(shared.dout_full(dout_stage(last)), dout_parity(last));
-        this->issue_sums(dv, words, C::kDout, dout_stage(last));
+        mbarrier_wait(shared.dout_full(dout_stage(i)), dout_parity(i));
+        this->issue_sums(dv, words, C::kDout, dout_stage(i));
         wgmma_wait<0>();
         hold_registers(dv);
+        release(shared.dout_empty(dout_stage(i)));
 #pragma unroll 1
-        for (int i = max(last - 1, 0); i <= last; ++i) {
+        for (i = max(i - 1, work.first_iteration); i <= work.last_iteration; ++i) {
             mbarrier_wait(shared.ds_full(i % 2), i / 2 % 2);
             float dq[C::kDqRegisters];
             leave_part(dq, 0, i);
             leave_part(reinterpret_cast<Second&>(dq), 1, i);
+            release(shared.ds_empty(i % 2));
         }
+        release(shared.kv_empty());
     }
 
     // The first consumer's parts of the last blocks.
@@ -188,19 +193,20 @@ struct RoleConsumer : BackwardConsumer<C> {
                                                    float (&dk)[kHeadDim / 2]) {
         float dp[Base::kScores];
         leave_undefined(dp);
-        mbarrier_wait(shared.v_full(), 0);
-        mbarrier_wait(shared.dout_full(0), 0);
+        const int first = work.first_iteration, parity = work.keys_parity;
+        mbarrier_wait(shared.v_full(), parity);
+        mbarrier_wait(shared.dout_full(dout_stage(first)), dout_parity(first));
         Rows v;
         this->take_rows(v, C::kV);
-        this->issue_scores(dp, v, C::kV, C::kDout, 0);
+        this->issue_scores(dp, v, C::kV, C::kDout, dout_stage(first));
         wgmma_wait<0>();
         hold_registers(dp);
         // Before the first product with k and with q, which the other consumer has seen come.
-        mbarrier_wait(shared.k_full(), 0);
+        mbarrier_wait(shared.k_full(), parity);
 #pragma unroll 1
-        for (int i = 0;; ++i) {
+        for (int i = first;; ++i) {
             const int stage = i % 2;
-            const bool is_last = i + 1 == work.num_iterations;
+            const bool is_last = i == work.last_iteration;
             all16 = mine16 = keep(all16);
             Words p_words, words;
             take_probs(p_words, i);
@@ -242,14 +248,16 @@ struct RoleConsumer : BackwardConsumer<C> {
             hold_registers(dp);
         }
         if constexpr (kLastParts == 2) {
-            const int last = work.num_iterations - 1;
+            const int last = work.last_iteration;
             Last dq;
             leave_undefined(dq);
             issue_part(dq, kFirstParts + 1, last % 2);
             wgmma_wait<0>();
             hold_registers(dq);
+            release(shared.ds_empty(last % 2));
             this->leave_dq(dq, kLastParts * last + 1);
         }
+        release(shared.kv_empty());
     }
 };
 

@@ -69,31 +69,36 @@ struct Works {
     // NOTE: of a pair, lower keys have lower works: what a block waits for begins before it.
     // False: there are not so many. Whole warps, the same work in all lanes.
     __device__ __forceinline__ bool find(int work, const RaggedKeys& keys, Place& place) const {
-        int pairs = num_pairs, blocks = num_blocks, pairs_a_group = pairs_per_group, first = 0;
-        if (keys.cu_seqlens) {
-            // Of so many sequences the first blocks of keys come first, then the second ones.
-            const int sequences = max(over(pairs_per_group, num_heads), 1);
-            int left;
-            if (!find_sequences(keys, sequences, work, first, left)) {
-                return false;
-            }
-            if (left > 1) {
-                place = find_in_group(keys, work, first, left);
-                place.batch_idx = keys.batch(place.batch_idx);
-                return true;
-            }
-            pairs = num_heads;
-            blocks = keys.blocks(first);
-            pairs_a_group = min(pairs_per_group, num_heads);
+        if (!keys.cu_seqlens) {
+            place = find_dense(work, num_pairs, num_blocks, pairs_per_group);
+            return true;
         }
+        // Of so many sequences the first blocks of keys come first, then the second ones.
+        const int sequences = max(over(pairs_per_group, num_heads), 1);
+        int first = 0, left;
+        if (!find_sequences(keys, sequences, work, first, left)) {
+            return false;
+        }
+        if (left > 1) {
+            place = find_in_group(keys, work, first, left);
+            place.batch_idx = keys.batch(place.batch_idx);
+        } else {
+            place =
+                find_dense(work, num_heads, keys.blocks(first), min(pairs_per_group, num_heads));
+            place.batch_idx = keys.batch(first);
+        }
+        return true;
+    }
+    // Of `pairs` pairs, which have as many blocks of keys each. A thread.
+    __device__ __forceinline__ Place find_dense(int work, int pairs, int blocks,
+                                                int pairs_a_group) const {
         const int group_blocks = pairs_a_group * blocks;
         const int first_pair = over(work, group_blocks) * pairs_a_group;
         const int group_size = min(pairs_a_group, pairs - first_pair);
         const int rest = work - first_pair * blocks, key_block = over(rest, group_size);
         const int pair = first_pair + rest - key_block * group_size;
         const int nth = over(pair, num_heads);
-        place = {keys.cu_seqlens ? keys.batch(first) : nth, pair - nth * num_heads, key_block};
-        return true;
+        return {nth, pair - nth * num_heads, key_block};
     }
 
   private:

@@ -17,11 +17,11 @@ from ...core.launch import Memory, Plans, nothing
 from ..problem import Gradients, Problem, lse_strides_of, strides_of
 from . import sm90
 from .sm90 import BackwardLaunch, BackwardPlan, Tables
-from .works import parts_of_group
 
 CUBIN = "flash_attention_backward"
 _empty_like = torch.empty_like
 _LOW_BITS = common.VEC_BYTES - 1
+_FEW_WORKS, _ENOUGH_PARTS = 2, 4  # a multiprocessor, where parts are of heads
 
 # The best first: a head_dim takes the first that holds it and fits a block's shared memory.
 # Measured on an H200 (docs/notes/flash_attention_backward.md).
@@ -209,6 +209,16 @@ def _plan(
         variant, problem, given, heads_a_block=group // count, parts=parts,
         deterministic=deterministic,
     )  # fmt: skip
+
+
+def parts_of_group(num_works: int, group: int, num_sms: int) -> int:
+    """Into how many parts of as many heads a group goes: one, but where works of whole groups are
+    few; then the fewest that make enough, as each part is written and read once more."""
+    if num_works >= _FEW_WORKS * num_sms:
+        return 1
+    counts = (n for n in range(2, group) if group % n == 0)
+    enough = (n for n in counts if num_works * n >= _ENOUGH_PARTS * num_sms)
+    return next(enough, group)
 
 
 def _is_aligned(*tensors: torch.Tensor) -> bool:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 
 from .works import (
-    _COUNTS,
-    _LEAST_GAIN,
     _LOOKED_AT,
-    _PART,
     _START,
     _START_GOING_ON,
     Pairs,
     _counts_in_turns,
+    parts_of_all,
     rounds,
-)  # fmt: skip
+)
 
 # The longest one is planned as no more than so many usual ones: a bound may be the sum of all.
 _MOST_USUAL = 4
@@ -56,20 +54,7 @@ def parting(
         times = count * pairs.total / batch_size * num_blocks / len(found)
         classes.append((times, found))
     num_blocks = -(-lengths[1] // tile[1])
-    best, least = 1, float("inf")
-    for count in (1, *_COUNTS):
-        slowed = pairs.slowed(num_blocks * count, num_sms)
-        more = start + _PART * (count > 1)
-        whole = longest = 0.0
-        for times, found in classes:
-            costs = [more + -(-each // count) * slowed for each in found]
-            whole += times * count * sum(costs)
-            longest = max(longest, *costs)
-        # The shortest come last.
-        taken = max(longest, whole / num_sms + max(costs) / 2)
-        if taken < (1 - _LEAST_GAIN) * least:
-            best, least = count, taken
-    return best
+    return parts_of_all(classes, num_blocks, pairs, num_sms, start, is_ragged=True)
 
 
 def together(pairs: int, num_heads: int, batch_size: int) -> int:

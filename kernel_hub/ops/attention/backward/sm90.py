@@ -39,17 +39,14 @@ _PANEL = 64
 _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 1 << 15
 _MAX_BLOCKS = 1 << 30
+_FEW_WORKS = 2  # a multiprocessor
 
 
 class Body(NamedTuple):
-    """One compiled tile shape: `flash_attention_backward_sm90_{dtype}_hdim{head_dim}`.
-
-    goes_on: its blocks take works until there are no more, and are one a multiprocessor.
-    """
+    """One compiled tile shape: `flash_attention_backward_sm90_{dtype}_hdim{head_dim}`."""
 
     head_dim: int
     block_m: int
-    goes_on: bool = False
 
     @property
     def stated(self) -> Stated:
@@ -72,8 +69,8 @@ class Body(NamedTuple):
 
 
 BODIES = (
-    Body(32, 128, goes_on=True), Body(64, 128, goes_on=True), Body(96, 64, goes_on=True),
-    Body(128, 64), Body(160, 64), Body(192, 64), Body(224, 64), Body(256, 64),
+    Body(32, 128), Body(64, 128), Body(96, 64), Body(112, 64), Body(128, 64), Body(160, 64),
+    Body(192, 64), Body(224, 64), Body(256, 64),
 )  # fmt: skip
 
 
@@ -169,6 +166,13 @@ def fits(problem: Problem, given: Gradients) -> bool:
     )
 
 
+def blocks_go_on(num_works: int, block_n: int, num_sms: int, *, has_turns: bool) -> bool:
+    """Whether blocks are one a multiprocessor and take works until there are no more, the next one
+    before they have ended the last: in turns others may wait for that, and of few works of wide
+    heads they do."""
+    return not has_turns or block_n > 64 or num_works > _FEW_WORKS * num_sms
+
+
 def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> BackwardPlan:
     """The launches where `applies`."""
     q, k = problem.q, problem.k
@@ -213,16 +217,18 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     num_works = key_blocks * num_pairs
     if is_ragged:  # no more than there may be, whatever lengths are
         num_works = min(num_works, (total_k // block_n + batch_size) * num_kv_heads)
+    has_turns = deterministic and key_blocks > 2  # sums of two have one order
+    goes_on = blocks_go_on(num_works, block_n, num_sms, has_turns=has_turns)
     sums, pairs_a_group = -1, together if is_causal else 1
     free = Pairs(num_pairs, pairs_a_group, drifting)
-    if deterministic and key_blocks > 2:  # sums of two have one order
+    if has_turns:
         row_bytes = (2 * q.element_size() + 8) * body.head_dim
         sum_bytes = 4 * num_rows * body.head_dim
         read = Traffic(pair_bytes, row_bytes * body.block_m, sum_bytes, block_n == 64)
         if is_ragged:  # as if all were of the longest ones
             total = max(1, round(total_k / planned_k)) * num_kv_heads
             free = Pairs(total, min(total, pairs_a_group), drifting)
-        sums, pairs_a_group, parted = turns(*about, free, read, num_sms, goes_on=body.goes_on)
+        sums, pairs_a_group, parted = turns(*about, free, read, num_sms, goes_on=goes_on)
         if sums < 0 and key_blocks > -2 * sums:  # those of longer sequences than were planned for
             sums = 1
             parted = parted._replace(blocks=ragged.parts_in_turns(parted.blocks, group))
@@ -230,11 +236,11 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
             parted = Parting(num_works, 1)
     elif is_ragged:
         count = ragged.parting(
-            about[0], total_k, batch_size, *about[1:], free, num_sms, goes_on=body.goes_on
+            about[0], total_k, batch_size, *about[1:], free, num_sms, goes_on=goes_on
         )
         parted = Parting(0 if count > 1 else num_works, count)
     else:
-        parted = parting(*about, free, num_sms, goes_on=body.goes_on)
+        parted = parting(*about, free, num_sms, goes_on=goes_on)
     if is_ragged:
         pairs_a_group = ragged.together(pairs_a_group, num_kv_heads, batch_size)
     num_turns = max(0, sums) * num_heads * num_blocks_q
@@ -276,7 +282,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     )  # fmt: skip
 
     num_blocks = parted.first + num_parts
-    if body.goes_on:
+    if goes_on:
         num_blocks = min(num_blocks, num_sms)
     main = BackwardLaunch(
         functions[1], (num_blocks, 1, 1), stated.block, stated.shared_bytes,

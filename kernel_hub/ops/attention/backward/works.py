@@ -26,7 +26,6 @@ _LOOKED_AT = 512  # blocks of keys, of so many that their end is of no account
 _LEAST_GAIN = 0.04
 _GAIN, _PARTS_GAIN = 0.02, 0.04  # with turns; by more parts
 _IN_TURNS = 1.06  # what passing turns on costs where nobody waits
-_FEW_WORKS, _ENOUGH_PARTS = 2, 4  # a multiprocessor, where parts are of heads
 # With turns: blocks of keys of a pair that run at a time; from one block's sums to the next one's
 # turn, in rounds; how many sums of dq there may be, what each adds to a row of 8,192 scores.
 _MEMBERS = 8
@@ -38,9 +37,8 @@ _TURNS_BYTES, _FEW_BYTES = 25 << 20, 67 << 20
 # round's bytes on all multiprocessors.
 _CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES = 110 << 20, 72 << 20, 95 << 20
 _CLOSE_BYTES = 20 << 20
-_MANY_SUMS = (
-    1.5  # of causal ones of wide heads, so many sums that nobody waits: what more they cost
-)
+# Of causal ones of wide heads, so many sums that nobody waits: what more they cost.
+_MANY_SUMS = 1.5
 # What of rounds' reads the L2 holds; each doubling beyond it makes a round so much longer.
 _L2_BYTES, _MISSED = 64 << 20, 0.45
 
@@ -163,7 +161,9 @@ def parting(
     if num_works > _MOST_WORKS * num_sms:
         step = max(1, num_blocks // _LOOKED_AT)
         of_blocks = rounds(lengths, window, tile, group, step)
-        return _parting_of_many(of_blocks, num_blocks, pairs, num_sms, start)
+        classes = ((num_works / len(of_blocks), of_blocks),)
+        count = parts_of_all(classes, num_blocks, pairs, num_sms, start, is_ragged=False)
+        return Parting(0 if count > 1 else num_works, count)
     of_blocks = rounds(lengths, window, tile, group)
     works = _in_order(of_blocks, pairs)
     slowed = pairs.slowed(len(of_blocks), num_sms)
@@ -351,31 +351,27 @@ def _free_taken(
     return _until_done(costs, num_sms)
 
 
-def parts_of_group(num_works: int, group: int, num_sms: int) -> int:
-    """Into how many parts of as many heads a group goes: one, but where works of whole groups are
-    few; then the fewest that make enough, as each part is written and read once more."""
-    if num_works >= _FEW_WORKS * num_sms:
-        return 1
-    counts = (n for n in range(2, group) if group % n == 0)
-    enough = (n for n in counts if num_works * n >= _ENOUGH_PARTS * num_sms)
-    return next(enough, group)
+def parts_of_all(
+    classes: Sequence[tuple[float, Sequence[int]]], num_blocks: int, pairs: Pairs, num_sms: int,
+    start: float, *, is_ragged: bool,
+) -> int:  # fmt: skip
+    """By how many blocks all works are shared.
 
-
-def _parting_of_many(
-    of_blocks: Sequence[float], num_blocks: int, pairs: Pairs, num_sms: int, start: float
-) -> Parting:
-    """Whose end is of no account: all by few heads, where that keeps a group together.
-
-    of_blocks: the rounds of some of the `num_blocks` blocks."""
-    best, least = Parting(num_blocks * pairs.total, 1), math.inf
+    classes: the rounds of some works and for how many each of them stands; the last ones last."""
+    best, least = 1, math.inf
     for count in (1, *_COUNTS):
         slowed = pairs.slowed(num_blocks * count, num_sms)
         more = start + _PART * (count > 1)
-        costs = [more + -(-each // count) * slowed for each in of_blocks]
-        taken = pairs.total * count * sum(costs) / len(costs) * num_blocks / num_sms
-        taken += max(costs) / 2 if count > 1 else 0.0
+        whole = longest = end = 0.0
+        for times, rounds_of in classes:
+            costs = [more + -(-each // count) * slowed for each in rounds_of]
+            whole += times * count * sum(costs)
+            end = max(costs) / 2
+            longest = max(longest, 2 * end)
+        # Of many works of one length the end is of no account.
+        taken = max(longest, whole / num_sms + (end if is_ragged or count > 1 else 0.0))
         if taken < (1 - _LEAST_GAIN) * least:
-            best, least = Parting(0, count) if count > 1 else best, taken
+            best, least = count, taken
     return best
 
 
