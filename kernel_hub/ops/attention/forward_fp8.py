@@ -7,7 +7,6 @@ shapes and dtypes were checked before (fp8.py).
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 from dataclasses import dataclass
@@ -146,7 +145,6 @@ _NARROW, _WIDEST, _SURELY, _MASKS = 128, 256, 0.95, ("full", "causal")
 # Rounds of causal tiles in which some heads may better begin before the others, shares of those
 # that come last, and how much that must be better.
 _FEWEST_ROUNDS, _MOST_ROUNDS, _LAST, _SURELY_APART = 2, 4, (0.875, 0.75, 0.625), 0.99
-_MOST_DEALT, _SURELY_DEALT = 6, 0.97  # rounds that are dealt to know what they take
 
 
 def check_device(q: torch.Tensor) -> None:
@@ -247,13 +245,7 @@ def _cheapest(problem: Problem, own: Body, alike: int) -> tuple[Body, int, int]:
         for heads, packs in _packs(alike, min(_ROWS, most_packed) if body.can_pack else 1):
             tile = _tile(body, heads)
             prompt = apart._replace(heads=apart.heads / alike * packs)
-            pairs, surely = problem.batch_size * num_heads // alike * packs, _SURELY
-            if _is_dealt(problem, pairs, tile):
-                us, _ = _dealt(*problem.seqlens, pairs, tile, num_sms)
-                surely = _SURELY_DEALT
-            else:
-                us = prompt_us(prompt, tile, num_sms)
-            us *= surely if body == own else 1.0
+            us = prompt_us(prompt, tile, num_sms) * (_SURELY if body == own else 1.0)
             # Of equals with a diagonal, whose tiles see less: rows of few tokens.
             best = min(
                 best, (us, body, heads, packs), key=lambda x: (x[0], x[2] if right else -x[2])
@@ -275,13 +267,10 @@ def _others(own: Body, head_dim: int, alike: int, is_causal: bool) -> list[Body]
     return list({body.name: body for body in (*fitting, own)}.values())
 
 
-@functools.lru_cache(maxsize=64)
-def _dealt(
-    seqlen_q: int, seqlen_k: int, packs: int, tile: TileCost, num_sms: int
-) -> tuple[float, int]:
-    """(us, how many of the (sequence, pack) pairs begin last) of few causal tiles, dealt the
-    longest first to who is free. Those of the last round would follow tiles that all end at about
-    the same time; where some pairs go through theirs before, they fill gaps."""
+def _begin_last(seqlen_q: int, seqlen_k: int, packs: int, tile: TileCost, num_sms: int) -> int:
+    """How many of the (sequence, pack) pairs begin last of few causal tiles, dealt the longest
+    first to who is free. Those of the last round would follow tiles that all end at about the same
+    time; where some pairs go through theirs before, they fill gaps."""
     rows = -(-seqlen_q // tile.tokens)
     ends = [seqlen_k - max(0, seqlen_q - row * tile.tokens) for row in range(rows, 0, -1)]
     costs = [tile.begin_us + -(-end // tile.block_n) * tile.unit_us for end in ends if end > 0]
@@ -292,26 +281,21 @@ def _dealt(
             for cost in costs:
                 for _ in range(count):
                     heapq.heapreplace(loads, loads[0] + cost)
-        return max(loads)
+        return max(loads) * (_SURELY_APART if last == packs else 1.0)
 
-    found = [(us(packs), packs)]
-    if rows * packs < _MOST_ROUNDS * num_sms:
-        fewer = {math.ceil(packs * share) for share in _LAST} - {packs}
-        found += [(us(last) / _SURELY_APART, last) for last in sorted(fewer)]
-    best_us, last = min(found)
-    return tile.start_us + best_us, last
+    # Of equals the most, which are the fewest before them.
+    return min((packs, *(math.ceil(packs * share) for share in _LAST)), key=us)
 
 
-def _is_dealt(problem: Problem, packs: int, tile: TileCost) -> bool:
-    """Whether `_dealt` tells of so many (sequence, pack) pairs: their keys stay in the L2."""
+def _are_few(problem: Problem, packs: int, tile: TileCost) -> bool:
+    """Whether causal tiles of so many (sequence, pack) pairs are dealt in few rounds, and the keys
+    of all stay in the L2 together."""
     rounds = -(-problem.max_seqlen_q // tile.tokens) * packs / device_of(problem.q.device).num_sms
-    is_few = problem.window_right == 0 and _FEWEST_ROUNDS <= rounds < _MOST_DEALT
-    num_heads, seqlen_k = problem.q.shape[-2], problem.max_seqlen_k
-    return (
-        is_few
-        and problem.cu_seqlens_q is None
-        and heads_a_group(problem, seqlen_k) >= problem.batch_size * num_heads
-    )
+    if problem.window_right != 0 or not _FEWEST_ROUNDS <= rounds < _MOST_ROUNDS:
+        return False
+    num_pairs = problem.batch_size * problem.q.shape[-2]
+    is_one_length = problem.cu_seqlens_q is None
+    return is_one_length and heads_a_group(problem, problem.max_seqlen_k) >= num_pairs > 1
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
@@ -354,9 +338,9 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
     num_tiles = tiles_a_pack * num_pairs
     packs_a_group = heads_a_group(problem, seqlen_k) // alike * packs
     tile = _tile(body, heads)
-    if _is_dealt(problem, num_pairs, tile):
+    if _are_few(problem, num_pairs, tile):
         num_sms = device_of(q.device).num_sms
-        _, packs_a_group = _dealt(seqlen_q, seqlen_k, num_pairs, tile, num_sms)
+        packs_a_group = _begin_last(seqlen_q, seqlen_k, num_pairs, tile, num_sms)
     q_scale_heads = num_heads
     if scales.q is not None and scales.q.numel() > 1:
         q_scale_heads = scales.q.shape[0 if scales.q.dim() == 1 else 1]

@@ -128,19 +128,23 @@ def test_how_few_causal_tiles_are_dealt_in_e4m3() -> None:
     tile = TileCost(192, 96, 1.16, 2.4)
 
     def last(heads: int, seqlen: int) -> int:
-        return int(FP8._dealt(seqlen, seqlen, heads, tile, 132)[1])
+        return int(FP8._begin_last(seqlen, seqlen, heads, tile, 132))
 
-    assert last(4, 19_282) == 3 and last(6, 11_588) == 4 and last(1, 19_282) == 1
-    assert FP8._dealt(19_282, 19_282, 4, tile, 132)[0] == pytest.approx(400, rel=0.03)  # us: 409
+    assert (
+        last(4, 19_282) == 3
+        and last(6, 11_588) == 4
+        and last(1, 19_282) == 1
+        and last(24, 3869) == 24
+    )
 
-    def is_dealt(heads: int, seqlen: int, right: int = 0) -> bool:
+    def are_few(heads: int, seqlen: int, right: int = 0) -> bool:
         q = torch.empty(1, seqlen, heads, 128, device="meta").to(torch.float8_e4m3fn)
         problem = Problem(q, q, q, 1, seqlen, seqlen, 0.1, window_right=right)
         with pretend(PlannedGpu((9, 0), 132)):
-            return bool(FP8._is_dealt(problem, heads, tile))
+            return bool(FP8._are_few(problem, heads, tile))
 
-    assert is_dealt(4, 19_282) and not is_dealt(4, 19_282, -1)
-    assert not is_dealt(1, 4096) and not is_dealt(24, 19_282)
+    assert are_few(4, 19_282) and not are_few(4, 19_282, -1)
+    assert not are_few(1, 4096) and not are_few(24, 19_282)
 
 
 def test_costs() -> None:
