@@ -97,7 +97,8 @@ def _vec_shape(
     sizes = [most >> i for i in range(most.bit_length())]
     groups, rounds = min(itertools.product(sizes, (1, 2, 4)), key=cost)
     block_tokens = max(1, _VEC_THREADS // (width * groups))
-    parts = parts_of(groups, rounds)
+    # Fewer parts take more rounds: as many as there are heads for.
+    parts = [min(of, common.MAX_GRID_Y // 2) for of in parts_of(groups, rounds)]
     return parts[0], (-(-tokens // block_tokens), sum(parts), 1), (width, groups, block_tokens)
 
 
