@@ -2,13 +2,15 @@
 // to.
 //
 // Parallelisation: threadIdx.x walks a head, its rotation's pairs in one lane: two fours, eight
-// elements. blockDim.x is a power of two of at least 4; of 64, two warps share a head. threadIdx.y
-// are heads of a token, threadIdx.z tokens, blockIdx.y parts of a token's heads: those of queries,
-// then those of keys and values. A lane has four heads at a time, four of queries or two keys and
-// their values, so that their sums of squares go over the lanes together, and what it works out of
-// its token, and multiplies heads by, is for all of them. Few tokens: a warp takes heads of one
-// token; many: of several, and more of each (append_plan.py). No shared memory, but for two warps.
-// The same bits for a head whatever the launch's shape: they sum in one order.
+// elements. blockDim.x is a power of two of at least 4; of 64, two warps share a head. Lanes of
+// heads that are not normed share nothing, unless scales of bytes: there it may be any number, so
+// that none is idle, and heads lie across warps. threadIdx.y are heads of a token, threadIdx.z
+// tokens, blockIdx.y parts of a token's heads: those of queries, then those of keys and values. A
+// lane has four heads at a time, four of queries or two keys and their values, so that their sums
+// of squares go over the lanes together, and what it works out of its token, and multiplies heads
+// by, is for all of them. Few tokens: a warp takes heads of one token; many: of several, and more
+// of each (append_plan.py). No shared memory, but for two warps. The same bits for a head whatever
+// the launch's shape: they sum in one order.
 #pragma once
 
 #include "kernel_hub/access_8.cuh"
@@ -182,7 +184,10 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
     int first_head = at_once * heads.part;  // of all lanes
     const int own_head = first_head + threadIdx.y;
     const auto head_of = [&](int slot) { return slot % 2 * groups + slot / 2 * behind; };
-    bool is_live = heads.token_idx < args.num_tokens, is_known = true;
+    // NOTE: unsigned: behind as many tokens as there may be an index is below 0.
+    bool is_live =
+        static_cast<uint32_t>(heads.token_idx) < static_cast<uint32_t>(args.num_tokens);
+    bool is_known = true;
     int left = is_live && fours.exist ? num_heads - own_head : 0;
 
     const int64_t a_stride = is_query ? args.q.head_stride : args.k.head_stride;
@@ -311,7 +316,9 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) {
             const int its_lane = first_lane + slot * (lanes / kSlots);
-            const float its_root = __shfl_sync(~0u, root, its_lane);
+            // NOTE: no shuffle where heads may lie across warps.
+            const bool is_apart = !kIsBytes && weights == nullptr;
+            const float its_root = is_apart ? 1.0f : __shfl_sync(~0u, root, its_lane);
             const float its_scale = kIsBytes ? __shfl_sync(~0u, inverse_scale, its_lane) : 1.0f;
             if (head_of(slot) >= left) {
                 continue;

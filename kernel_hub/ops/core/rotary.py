@@ -31,6 +31,9 @@ def check_rotation(
     common.check_tensor(op, "cos", cos)
     if cos.dim() != 2:
         raise common.refuse(op, "cos", "shape (max_position, rotary_dim // 2)", cos)
+    # NOTE: kernels read row 0 for a position that no row is for, and make it nan.
+    if rotary_dim and not cos.shape[0] and 0 not in like.shape[: max(1, like.dim() - 2)]:
+        raise common.refuse(op, "cos", "at least one row", cos)
     if rotary_dim % step or not least <= rotary_dim <= head_dim:
         expected = "an even number" if step == 2 else f"a multiple of {step}"
         raise TensorError(

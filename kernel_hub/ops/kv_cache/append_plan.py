@@ -15,6 +15,7 @@ from .append_checks import AppendGiven
 
 _MAX_THREADS = 256  # of a block
 _VEC_THREADS, _SLOTS = 64, 4  # of a block of vectors, and the heads of a thread at a time
+_ROUNDS = 1, 2, 4  # of four heads of a thread that has them
 _VEC_SIZE = 512  # the largest head that vectors take
 _WARPS = 2800  # as many a GPU has at once
 _SCALED_THREADS, _SCALED_TOKENS = 96, 768  # the same of more tokens, into int8 or of found scales
@@ -44,8 +45,10 @@ def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
     name = f"append_kv_{common.DTYPE_TOKENS[k.dtype]}"
     if _takes_fours(given, is_aligned, strides):
         name += "_interleaved" if given.interleaved else "_half"
-        name += "_vec" if given.k_cache.dtype == k.dtype else "_to_e4m3_vec"
-        parts, grid, block = _vec_shape(head_dim, *heads)
+        is_own = given.k_cache.dtype == k.dtype
+        name += "_vec" if is_own else "_to_e4m3_vec"
+        is_apart = is_own and not given.is_normed  # or lanes sum squares, or share scales
+        parts, grid, block = _vec_shape(head_dim, *heads, is_apart)
         rounds = 0
     else:
         name += "_scalar"
@@ -70,34 +73,39 @@ def _takes_fours(given: AppendGiven, is_aligned: bool, strides: list[int]) -> bo
 
 
 def _vec_shape(
-    head_dim: int, num_heads: int, num_kv_heads: int, tokens: int
+    head_dim: int, num_heads: int, num_kv_heads: int, tokens: int, is_apart: bool = False
 ) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
     """The parts of a token's queries, grid and block.
 
-    groups: heads of a token that a warp has side by side, other tokens' beside them where these are
-    fewer than it has room for; rounds: one after another. Chosen by warps, of which a last wave is
-    not full, and what each does: rounds, and the setup before, which weighs as much as one.
+    is_apart: the lanes of a head share nothing, so need be no power of two, nor in one warp.
+    groups: heads of a token that a block has side by side, other tokens' beside them where these
+    are fewer than it has room for; rounds: one after another. Chosen by warps, of which a last wave
+    is not full, and what each does: rounds, and the setup before, which weighs as much as one.
     Measured on an H200 (docs/notes/append_kv.md).
     """
-    width = max(_SLOTS, 1 << (-(-head_dim // 8) - 1).bit_length())
+    width, least = max(_SLOTS, 1 << (-(-head_dim // 8) - 1).bit_length()), head_dim // 8
     most = max(1, 32 // width)
+    shapes = [*itertools.product([width], [most >> i for i in range(most.bit_length())], _ROUNDS)]
+    if is_apart and (room := _VEC_THREADS // least) > _VEC_THREADS // width:
+        shapes += itertools.product([least], range(room, 0, -1), _ROUNDS)
 
     def parts_of(groups: int, rounds: int) -> tuple[int, int]:
         at_once = _SLOTS * groups * rounds
         return -(-num_heads // at_once), -(-num_kv_heads // (at_once // 2))
 
-    def cost(shape: tuple[int, int]) -> float:
-        groups, rounds = shape
-        parts = sum(parts_of(groups, rounds))
-        warps = max(tokens * groups * parts / most, _WARPS) + _WARPS
+    def cost(shape: tuple[int, int, int]) -> float:
+        width, groups, rounds = shape
+        room, parts = _VEC_THREADS // width, sum(parts_of(groups, rounds))
+        blocks = tokens * parts / (room // groups)
+        warps = max(min(2, room) * blocks, _WARPS) + _WARPS
         # A token's heads lie side by side in memory, those of several tokens do not.
-        weight = 1.1 if groups == 1 < most else 1.0
+        weight = 1.1 if groups == 1 and room > 2 else 1.0
         return weight * warps * (1.0 + sum(parts_of(groups, 1)) / parts)
 
-    sizes = [most >> i for i in range(most.bit_length())]
-    groups, rounds = min(itertools.product(sizes, (1, 2, 4)), key=cost)
+    width, groups, rounds = min(shapes, key=cost)
     block_tokens = max(1, _VEC_THREADS // (width * groups))
-    parts = parts_of(groups, rounds)
+    # Fewer parts take more rounds: as many as there are heads for.
+    parts = [min(of, common.MAX_GRID_Y // 2) for of in parts_of(groups, rounds)]
     return parts[0], (-(-tokens // block_tokens), sum(parts), 1), (width, groups, block_tokens)
 
 

@@ -215,11 +215,14 @@ def test_free_strides(way: Way, mode: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_many_tokens(way: Way, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [(64, 32), (80, 16), (96, 96), (24, 8)], ids=str)
+def test_many_tokens(
+    way: Way, layout: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose threads take heads round after round, and whose warps have several of them."""
     monkeypatch.setattr(importlib.import_module("kernel_hub.ops.kv_cache.append_plan"), "_WARPS", 0)
     for mode, heads, cache in itertools.product(("no past", "paged"), (24, 5), (None, E4M3)):
-        call = Append(way, mode, shape=(heads, 4, 64, 32), layout=layout, cache=cache)
+        call = Append(way, mode, shape=(heads, 4, *size), layout=layout, cache=cache)
         call.run()
         call.check()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ways import Way
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import append_kv
 
+plan: Any = importlib.import_module("kernel_hub.ops.kv_cache.append_plan")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 K, CACHE, Q = torch.ones(2, 5, 4, 8), torch.ones(2, 9, 4, 8), torch.ones(2, 5, 8, 8)
 FLAT, COS = K.flatten(0, 1), torch.ones(6, 4)
@@ -59,6 +61,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"cos": COS}, ["sin", "a torch tensor", "NoneType"]),
     ({"sin": COS}, ["sin", "None where cos is None"]),
     ({"cos": COS[0], "sin": COS[0]}, ["cos", "(max_position, rotary_dim // 2)", "shape (4,)"]),
+    ({"cos": COS[:0], "sin": COS[:0]}, ["cos", "at least one row", "shape (0, 4)"]),
     ({"cos": COS, "sin": COS[:5]}, ["sin", "shape (6, 4)", "shape (5, 4)"]),
     ({"cos": COS, "sin": COS.half()}, ["sin", "dtype", "float16"]),
     ({"cos": COS, "sin": torch.ones(6, 8)[:, :4]}, ["sin", "strides of cos", "(8, 1)"]),
@@ -217,3 +220,19 @@ def test_contiguous_caches_of_no_rows(way: Way, is_normed: bool) -> None:
     for past in (None, torch.zeros(2, dtype=torch.int32, device=way.device)):
         append_kv(k, k, room[0, :, :0], room[1, :, :0], cache_seqlens=past, k_norm_weight=weight)
     assert not bool(room.any())
+
+
+@pytest.mark.parametrize("heads", [(0, 1 << 23), (1 << 24, 1), (1 << 24, 1 << 23)])
+def test_the_grid_of_many_heads(heads: tuple[int, int]) -> None:
+    q_parts, grid, _ = plan._vec_shape(8, *heads, 1)
+    assert 0 <= q_parts < grid[1] <= 65_535 and (q_parts > 0) == (heads[0] > 0)
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_fewer_parts_than_heads_ask_for(
+    way: Way, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan.common, "MAX_GRID_Y", most)
+    call = Append(way, "paged", shape=(70, 35, 64, 32))
+    call.run()
+    call.check()

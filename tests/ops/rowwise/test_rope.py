@@ -11,6 +11,7 @@ import torch
 from bits import same_bits
 from ways import DTYPES, Way
 
+from kernel_hub.errors import TensorError
 from kernel_hub.ops import rope
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
@@ -234,6 +235,15 @@ def test_no_rows_a_token(way: Way, batch: int, seqlen: int) -> None:
     cos, sin = (way.randn(batch, seqlen, 64) for _ in range(2))
     for out in rope(q, q, cos, sin):
         assert out.shape == q.shape
+
+
+def test_tables_of_no_rows(way: Way) -> None:
+    q, positions = way.randn(2, 3, 4, 64), torch.zeros(3, dtype=torch.int32, device=way.device)
+    cos, sin = (way.randn(0, 32) for _ in range(2))
+    with pytest.raises(TensorError, match="cos: expected at least one row"):
+        rope(q, q, cos, sin, positions)
+    for out in rope(q[:, :0], q[:, :0], cos, sin):
+        assert out.shape == (2, 0, 4, 64)
 
 
 def test_large_values_and_inf(way: Way) -> None:
