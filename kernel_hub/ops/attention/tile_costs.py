@@ -227,14 +227,15 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
         return is_side_by_side(problem, sizes) or wants_few_rows(problem, sizes)
     seqlen_q, tiles = sizes.seqlen_q, math.ceil(sizes.seqlen_q / _ROWS)
     rounds = tiles * sizes.batch_size * sizes.num_heads / device_of(problem.q.device).num_sms
-    if tile.width > _MORE_ROWS and sizes.num_heads > sizes.num_kv_heads and rounds > _MANY_PACKED:
-        return sizes.mean <= _FEW_ROWS and _are_side_by_side(problem, sizes)
+    is_shared = sizes.num_heads > sizes.num_kv_heads
+    if tile.width > _MORE_ROWS and is_shared and _are_side_by_side(problem, sizes):
+        return rounds > _MANY_PACKED and sizes.mean <= _FEW_ROWS
     if sizes.has_lengths or not sizes.is_prompt or tile.block_m != _ROWS:
         return False
     if sizes.window_left >= 0:
         return tile.width == 64 and problem.softcap == 0 and rounds <= 1
     if problem.widest_head > _MORE_ROWS and problem.softcap != 0:  # blocks of 80 keys, for 64
-        is_packed = sizes.num_heads > sizes.num_kv_heads and sizes.window_right == 0
+        is_packed = is_shared and sizes.window_right == 0
         is_fewer = seqlen_q <= tile.block_n or (is_packed and _ROWS < seqlen_q <= 2 * tile.block_n)
         return _NARROWEST < seqlen_q == sizes.seqlen_k and is_fewer and rounds > 1
     is_half_empty = _MORE_ROWS < seqlen_q <= 2 * _ROWS

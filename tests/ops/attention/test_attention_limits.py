@@ -31,7 +31,7 @@ HEAD_DIMS = range(16, 257, 8)
 REGISTERS = 64 * KIB
 # The portable kernels of all architectures, and Hopper's own beside them.
 MAX_CUBIN_BYTES, MAX_HOPPER_BYTES = 15.8 * KIB * KIB, 3.98 * KIB * KIB
-MAX_SPLIT_BYTES = 3.04 * KIB * KIB
+MAX_SPLIT_BYTES = 3.12 * KIB * KIB
 CUBINS = ("flash_attention", "flash_attention_backward", "decode_attention")
 HOPPER = "flash_attention_sm90"
 SPLIT_LOCAL_BYTES = 8  # in the warps that load
@@ -236,7 +236,8 @@ def test_the_split_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch)
     assert {launch.function for launch in recorder.launches} == set(entries)
     for launch in recorder.launches:
         entry = entry_of("sm90", launch)
-        assert entry.local_bytes <= SPLIT_LOCAL_BYTES * ("window" in launch.function), launch
+        may_have = any(x in launch.function for x in ("window", "rows192"))
+        assert entry.local_bytes <= SPLIT_LOCAL_BYTES * may_have, launch
         check_hopper(launch, entry)
 
 

@@ -81,13 +81,14 @@ def test_with_turns_parts_are_whole_heads() -> None:
 
 
 def in_turns(
-    length: int, pairs: int, *, group: int = 1, causal: bool = False, head_dim: int = 128
-) -> Turns:
+    length: int, pairs: int, *, group: int = 1, causal: bool = False, head_dim: int = 128,
+    num_sms: int = 132,
+) -> Turns:  # fmt: skip
     pair_bytes = 8 * group * length * head_dim
     read = Traffic(pair_bytes, 12 * 64 * head_dim, pairs * pair_bytes // 2, head_dim > 128)
     return turns(
-        (length, length), (-1, 0 if causal else -1), (64, 64), group, Pairs(pairs, 1), read, 132,
-        goes_on=False,
+        (length, length), (-1, 0 if causal else -1), (64, 64), group, Pairs(pairs, 1), read,
+        num_sms, goes_on=False,
     )  # fmt: skip
 
 
@@ -101,6 +102,11 @@ def test_in_turns_pairs_run_a_few_blocks_of_keys_at_a_time() -> None:
     assert in_turns(4096, 64) == Turns(1, 16, Parting(4096, 1))
     # What the L2 holds, where they would not move on closely enough.
     assert in_turns(1433, 180, head_dim=256).together == 8
+
+
+def test_in_turns_on_hardly_any_multiprocessors() -> None:
+    # Pairs that the L2 holds none of, on as few as run the keys of one at a time.
+    assert {in_turns(1433, 1, group=71, num_sms=n).together >= 1 for n in (1, 8, 9)} == {True}
 
 
 def test_few_works_in_turns_have_more_sums() -> None:

@@ -165,8 +165,8 @@ def test_which_where_memory_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(7, 13, 959, (24, 1)) == (0, 0) != shape_of(7, 13, 959, (24, 1))
     assert of(5, 10, 257, (16, 16), 192) == (4, 1) and of(5, 10, 857, (16, 16), 192) == (0, 0)
     # Of caches that may be full, lengths are alike mostly.
-    assert of(105, 1, 768, (10, 2)) == of(64, 1, 1472, (16, 2)) == (8, 1)
-    assert (8, 1) not in (of(105, 1, 768, (10, 2), mean=300), of(64, 1, 1472, (16, 2), mean=1500))
+    assert of(105, 1, 768, (10, 2)) == of(64, 1, 1600, (16, 2)) == (8, 1)
+    assert (8, 1) not in (of(105, 1, 768, (10, 2), mean=300), of(64, 1, 1600, (16, 2), mean=1650))
     # Many items of the most columns, whatever bytes there are; of two parts where they have fewer.
     assert of(20, 7, 2112, (16, 16), 224) == of(64, 1, 4032, (16, 8), 256) == (4, 2)
     assert of(20, 7, 1024, (128, 128), 224) == of(64, 1, 3200, (16, 8), 256, mean=900) == (0, 0)

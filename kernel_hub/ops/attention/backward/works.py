@@ -101,7 +101,8 @@ class Traffic(NamedTuple):
         )
         if is_close:
             most = max(most, few_keys)
-            found = [most] if is_large or self.is_wide else [most // 2, most, 2 * most]
+            fewer = max(1, most // 2)
+            found = [most] if is_large or self.is_wide else [fewer, most, 2 * most]
         elif is_large:
             found = [most]
         else:
