@@ -6,16 +6,19 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 from attention_cases import Case, run
 from attention_devices import taken
 from emulated_attention import hopper_attention
 from ways import Way
 
 from kernel_hub.ops.attention.packed_tile import PackedTile
-from kernel_hub.ops.attention.problem import Sizes
+from kernel_hub.ops.attention.problem import Problem, Sizes
 from kernel_hub.ops.core.launch import forget_all
+from kernel_hub.testing.guard import Guarded
 
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 TILES: Any = importlib.import_module("kernel_hub.ops.attention.tile_costs")
 AS_THEY_COME, SORTED = 1 << 29, 1 << 30
 FEW_ROWS = PackedTile(128, 64, 64)
@@ -49,6 +52,40 @@ def test_emulated(
     forget_all()
     assert planned and all(one.maps.merge is None and not one.maps.ints for one in planned)
     assert {one.numbers[20] for one in planned} == {AS_THEY_COME if as_they_come else SORTED}
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (71, 1)], ids=str)
+@pytest.mark.parametrize("begins", [(0, 90, -1, 2**31 - 1, 40, 120), (-(2**31),) * 6, (120,) * 6])
+def test_tables_that_lie(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, begins: tuple[int, ...],
+    heads: tuple[int, int],
+) -> None:  # fmt: skip
+    """Lead to nothing outside of the tensors, and say so with a merge and without one."""
+    if hopper_way.is_gpu:
+        pytest.skip("of guarded memory of the CPU")
+    monkeypatch.setattr(SPLIT, "choice", True)
+    monkeypatch.setattr(SPLIT, "cuts_tiles", False)
+    table = torch.tensor(begins, dtype=torch.int32)
+    lengths = torch.tensor((2**31 - 1, -5, 0, 64, 70), dtype=torch.int32)
+    q = torch.randn(120, heads[0], 128).bfloat16()
+    k, v = torch.randn(2, 5, 70, heads[1], 128).bfloat16()
+    tables = {"cu_seqlens_q": table, "cache_seqlens": lengths}
+    flags = []
+    for alone in (True, False):
+        monkeypatch.setattr(SPLIT, "alone", alone)
+        out, lse = Guarded(q.shape, q.dtype, "cpu"), Guarded((heads[0], 120), torch.float32, "cpu")
+        flag = torch.zeros(1, dtype=torch.int32)
+        problem = Problem(q, k, v, 5, 50, 70, 0.1, -1, 0, **tables)
+        with hopper_attention(monkeypatch, 3):
+            planned = SM90.plan(problem, out.tensor, lse.tensor)
+            assert (planned.maps.merge is None) == alone
+            maps = SPLIT.maps(planned.maps, q, k, v)
+            given = table, None, lengths, None, None
+            SPLIT.launch(planned, maps, q, out.tensor, lse.tensor, flag, given)
+        out.check("out")
+        lse.check("lse")
+        flags.append(int(flag))
+    assert flags[0] == flags[1] > 0
 
 
 def bodies_for(problem: Any, bodies: list[Any]) -> list[Any]:
