@@ -1,4 +1,4 @@
-// As append_kv_normed.cu, to caches of bytes in two more ways:
+// As append_kv.cu, to caches of bytes in two more ways:
 //
 //   int8, with a scale a head that is given:  cache = k' / k_scale[head]
 //   int8 or e4m3, with a scale a token and a head that is found here:
@@ -13,11 +13,11 @@
 // is in one warp, whose shuffles sum its squares and find its largest magnitude; every thread makes
 // every round, with nothing to read or write where there is no head for it. Shared memory, of
 // vectors: both weights and each token's angles, as floats.
-//   vec      a head in registers, read once, as in append_kv_normed.cu
+//   vec      a head in registers, read once
 //   scalar   any size, any alignment; a head is read once for each thing that is asked of it
 // A head with a nan or an infinity has a scale that is one, so that all of it reads as nan.
 // kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
-// Source: that of append_kv_normed.cu; Yao et al., "ZeroQuant", 2022 (a scale a token).
+// Source: that of append_kv.cu; Yao et al., "ZeroQuant", 2022 (a scale a token).
 
 #include <float.h>
 

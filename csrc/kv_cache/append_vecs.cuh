@@ -185,8 +185,7 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
     const int own_head = first_head + threadIdx.y;
     const auto head_of = [&](int slot) { return slot % 2 * groups + slot / 2 * behind; };
     // NOTE: unsigned: behind as many tokens as there may be an index is below 0.
-    bool is_live =
-        static_cast<uint32_t>(heads.token_idx) < static_cast<uint32_t>(args.num_tokens);
+    bool is_live = static_cast<uint32_t>(heads.token_idx) < static_cast<uint32_t>(args.num_tokens);
     bool is_known = true;
     int left = is_live && fours.exist ? num_heads - own_head : 0;
 
