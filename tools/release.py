@@ -70,7 +70,9 @@ def build_twice(python: str, work: Path) -> list[Path]:
         source = folder / "clone"
         if folder == second:
             with tarfile.open(sdist) as archive:
-                archive.extractall(folder / "unpacked", filter="data")
+                # Not filter="data", which early releases of Python 3.10 and 3.11 lack.
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)
+                archive.extractall(folder / "unpacked")
             (source,) = (folder / "unpacked").iterdir()
         builds.append([build(python, "wheel", source, folder / "dist", umask), sdist])
     for one, other in zip(*builds, strict=True):
