@@ -112,9 +112,7 @@ __device__ __forceinline__ void append_quantised(const QuantisedArgs<T>& args) {
     float* shared = reinterpret_cast<float*>(dynamic_shared());
     float* shared_angles =
         shared + 2 * args.head_dim + 2 * kWidth * (threadIdx.z * blockDim.x + threadIdx.x);
-    const int token_idx = blockIdx.x * blockDim.z + threadIdx.z;
-    const int batch_idx = static_cast<uint32_t>(token_idx) / static_cast<uint32_t>(args.seqlen);
-    const int index = token_idx - batch_idx * args.seqlen;
+    const auto [token_idx, batch_idx, index] = TokenOfThread(args);
     const int num_units = args.num_heads + 2 * args.num_kv_heads;
     const int span = (args.head_dim + 1) / 2, first_at = threadIdx.x * kWidth;
     const float head_size = static_cast<float>(args.head_dim);

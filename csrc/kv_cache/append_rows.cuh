@@ -66,18 +66,25 @@ __device__ __forceinline__ void turn(float& a, float& b, float c, float s) {
     a = turned;
 }
 
-// The token and the heads of a thread: a and b are query heads `half_heads` apart, or a key and a
-// value.
-struct HeadsOfThread {
+// The token of a thread, its sequence where all are of one length, and which of that one it is.
+struct TokenOfThread {
     int token_idx, batch_idx, index;
+
+    template <typename Args>
+    __device__ __forceinline__ explicit TokenOfThread(const Args& args) {
+        token_idx = blockIdx.x * blockDim.z + threadIdx.z;
+        batch_idx = static_cast<uint32_t>(token_idx) / static_cast<uint32_t>(args.seqlen);
+        index = token_idx - batch_idx * args.seqlen;
+    }
+};
+
+// That and the heads of a thread: a and b are query heads `half_heads` apart, or a key and a value.
+struct HeadsOfThread : TokenOfThread {
     bool is_query;
     int half_heads, num_units, first_unit, unit_step;
 
     template <typename Args>
-    __device__ __forceinline__ explicit HeadsOfThread(const Args& args) {
-        token_idx = blockIdx.x * blockDim.z + threadIdx.z;
-        batch_idx = static_cast<uint32_t>(token_idx) / static_cast<uint32_t>(args.seqlen);
-        index = token_idx - batch_idx * args.seqlen;
+    __device__ __forceinline__ explicit HeadsOfThread(const Args& args) : TokenOfThread(args) {
         is_query = static_cast<int>(threadIdx.y) < args.q_threads;
         half_heads = (args.num_heads + 1) / 2;
         num_units = is_query ? half_heads : args.num_kv_heads;

@@ -155,16 +155,12 @@ __device__ __forceinline__ float add_slots(const float (&sums)[kSlots], int lane
 }
 
 // The token of a thread, and the part of its heads.
-struct HeadsOfLane {
-    int token_idx, batch_idx, index;
+struct HeadsOfLane : TokenOfThread {
     bool is_query;
     int part, num_parts;
 
     template <typename Args>
-    __device__ __forceinline__ explicit HeadsOfLane(const Args& args) {
-        token_idx = blockIdx.x * blockDim.z + threadIdx.z;
-        batch_idx = static_cast<uint32_t>(token_idx) / static_cast<uint32_t>(args.seqlen);
-        index = token_idx - batch_idx * args.seqlen;
+    __device__ __forceinline__ explicit HeadsOfLane(const Args& args) : TokenOfThread(args) {
         is_query = static_cast<int>(blockIdx.y) < args.q_threads;
         part = blockIdx.y - (is_query ? 0 : args.q_threads);
         num_parts = is_query ? args.q_threads : gridDim.y - args.q_threads;
