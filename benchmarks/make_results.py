@@ -1,4 +1,4 @@
-"""benchmarks/results/*.json -> RESULTS.md, the READMEs' tables between their markers, pictures.
+"""benchmarks/results/*.json, *.json.xz -> RESULTS.md, READMEs' tables (between marks), pictures.
 
 python benchmarks/make_results.py           writes all
 python benchmarks/make_results.py --check   fails where they are out of date
@@ -109,9 +109,9 @@ def load(folder: Path) -> list[Family]:
     """Every family of every file, in the order of the files."""
     families: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
     about: dict[tuple[str, str], Row] = {}
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*.json.xz")]):
         for row in results.read(file):
-            key = (file.stem, row["family"])
+            key = (file.name.partition(".")[0], row["family"])
             about.setdefault(key, row)
             families.setdefault(key, {}).setdefault(row["case"], {})[row["contender"]] = row
     return [
@@ -197,9 +197,9 @@ def document(families: list[Family]) -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python benchmarks/make_results.py` from `benchmarks/results/*.json`; do not",
-        "edit. Medians; `ratio` is kernel_hub's time over that of the best peer in the same run,",
-        "so below 1 is ahead. `C loop` and `copy` are floors, not peers.",
+        "Written by `python benchmarks/make_results.py` from `benchmarks/results/*.json` and",
+        "`*.json.xz`; do not edit. Medians; `ratio` is kernel_hub's time over the best peer's in",
+        "the same run, so below 1 is ahead. `C loop` and `copy` are floors, not peers.",
         "",
     ]
     for family in families:

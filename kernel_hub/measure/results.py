@@ -114,8 +114,13 @@ def _rounded(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that `write` made, each with the environment."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    """The rows of a file that `write` made, each with the environment; `.xz`: one packed since."""
+    raw = path.read_bytes()
+    if path.suffix == ".xz":
+        import lzma  # Some Pythons are built without it.
+
+        raw = lzma.decompress(raw)
+    found = json.loads(raw)
     # A row has no note where there is none.
     rows = (dict(zip(found["columns"], row, strict=False)) for row in found["rows"])
     return [{**found["about"], **row} for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import lzma
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -113,7 +114,10 @@ def test_cases_drawn_by_lot_are_summed_up(tmp_path: Path) -> None:
             row("by lot linear, not counted", "1: x", "kernel_hub", 9.0, "us"),
             row("by lot linear, not counted", "1: x", "cuBLAS", 2.0, "us"),
         ]
-        write(tmp_path / f"h200_{seed}.json", rows)
+        write(file := tmp_path / f"h200_{seed}.json", rows)
+    # A seed that is packed counts like the others.
+    file.with_suffix(".json.xz").write_bytes(lzma.compress(file.read_bytes()))
+    file.unlink()
     families = make_results.load(tmp_path)
     expected = "| linear | 2 of 4, by lot, 2 seeds | 0.77 | 1.20 | 50% |"
     table = make_results.summary(families)
