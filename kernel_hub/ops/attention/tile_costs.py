@@ -71,9 +71,12 @@ def wants_fewer_rows(problem: Problem) -> bool:
     prompt = prompt_of(problem, problem.q.shape[-2], -1, -1)
     if problem.widest_head > _NARROWEST or prompt is None or problem.batch_invariant:
         return False
-    if prompt.is_ragged and problem.q.shape[-2] > problem.k.shape[-2]:  # packed ones may be
+    num_sms, is_long = device_of(problem.q.device).num_sms, prompt.seqlen_q > _MORE_ROWS
+    if prompt.is_ragged and problem.q.shape[-2] > problem.k.shape[-2]:  # packed ones may be better
         return False
-    num_sms = device_of(problem.q.device).num_sms
+    rounds = rounds_of(prompt, _MORE_ROWS, num_sms)
+    if prompt.is_ragged and is_long and (rounds > 2 or prompt.seqlen_q > _MOST_SHORT):
+        return False
     fewer, more = (prompt_us(prompt, tile, num_sms) for tile in _FULL_TILES)
     return fewer < _SURELY_FEWER * more
 
@@ -231,7 +234,9 @@ def short_causal_us(
     prompt = Prompt(sizes.batch_size * packs, sizes.seqlen_q, int(sizes.mean), -1, 0)
     rounds = rounds_of(prompt, tokens, places)
     longest = _FEW_ROWS_LONGEST if rounds > 0.5 else _FEW_ROWS_ALONE
-    if rows == _FEW_ROWS and (sizes.seqlen_q > longest or rounds > _FEW_ROWS_ROUNDS):
+    is_long = sizes.num_heads == sizes.num_kv_heads and sizes.seqlen_q > 2 * _ROWS
+    least, most = is_long, _FEW_ROWS_ROUNDS
+    if rows == _FEW_ROWS and (sizes.seqlen_q > longest or not least <= rounds <= most):
         return math.inf
     return prompt_us(prompt, TileCost(tokens, block_n, *known), places)
 

@@ -102,6 +102,32 @@ def test_who_has_tiles_of_fewer_rows() -> None:
         (6, 4151, 1, 40),  # 54.7, 84.4
     ):
         assert body(*more) == "64 full"
+    with pretend(PlannedGpu((9, 0), 132)):
+        for is_better, lengths in (
+            (True, side_by_side(42, 3100, 233, (12, 12), 64)),  # 22.8, 19.4
+            (False, side_by_side(86, 25_800, 1003, (3, 3), 64)),  # 33.5, 35.2
+            (False, side_by_side(23, 1472, 207, (16, 4), 64)),  # packed 14.2, 15.7
+            (False, side_by_side(2, 2240, 1344, (3, 3), 32)),  # in shares 15.0, 18.3
+        ):
+            full = lengths._replace(window_right=-1)
+            assert COSTS.wants_fewer_rows(full) == is_better
+
+
+def test_heads_alone_in_tiles_of_few_rows() -> None:
+    """us on an H200: tiles of 128 rows, of 64 in turn."""
+    for batch_size, seqlen, heads, is_better in (
+        (20, 300, 16, True),  # 44.2, 39.3
+        (13, 420, 16, True),  # 45.9, 42.4
+        (16, 384, 8, False),  # 23.5, 26.1
+        (3, 384, 10, False),  # 11.9, 12.5: less than a round
+        (64, 330, 32, False),  # 224, 243
+    ):
+        problem = prompts(batch_size, seqlen, (heads, heads))
+        with pretend(PlannedGpu((9, 0), 132)):
+            sizes = sizes_of(problem)[0]
+            whole = COSTS.short_causal_us(sizes, 128, 128, None, 128, 132)
+            in_turn = COSTS.short_causal_us(sizes, 128, 64, (1, 64), 64, 264)
+        assert (in_turn < whole) == is_better, (batch_size, seqlen)
 
 
 def test_costs() -> None:
