@@ -27,7 +27,7 @@
 //
 //   flash_attention_sm90_{dtype}_hdim{N}_full     no mask but the sequences' ends
 //   ..._causal                                    window_right only (0: causal)
-//   ..._causal_short                              the same in tiles for short sequences
+//   ..._full_short, ..._causal_short (64)         the same in tiles of 128 rows for 192
 //   ..._window                                    both sides, each of them may be open;
 //                                                 softcap, but for bf16_hdim64 and fp16_hdim96
 //   ..._bf16_hdim64_window_capped, and of 96, 160 with softcap alone
@@ -80,6 +80,7 @@ namespace kernel_hub::attention::sm90 {
 
 #define EXPORT_HEAD_DIMS(DTYPE, T, CAP_64, CAP_96)                                 \
     EXPORT_MASKS(DTYPE, T, 64, 3, 128, CAP_64)                                     \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 64, full_short, kFull, 2, 128)                \
     EXPORT_FLASH_ATTENTION(DTYPE, T, 64, causal_short, kCausal, 2, 128)            \
     EXPORT_FLASH_ATTENTION(DTYPE, T, 96, causal, kCausal, 3, 96)                   \
     EXPORT_WINDOW(DTYPE, T, 96, window, 2, 128, CAP_96)                            \

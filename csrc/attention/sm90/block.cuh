@@ -55,8 +55,8 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
         }
         fence_mbarrier_init();
     }
+    wait_for_launch_before();
     if constexpr (C::kSplit) {
-        wait_for_launch_before();
         make_line<C>(p, order);
     } else if (has_order(p)) {
         make_order<C>(p, order);
@@ -88,8 +88,11 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
                     }
                 }
             }
-        } else if (C::kMask != Mask::kFull || p.has_foreign_rows || p.cu_seqlens_q) {
-            write_empty_tiles<C>(p);
+        } else {
+            allow_next_launch();  // all blocks of this one run at a time
+            if (C::kMask != Mask::kFull || p.has_foreign_rows || p.cu_seqlens_q) {
+                write_empty_tiles<C>(p);
+            }
         }
     } else {
         acquire_registers<C::kConsumerRegisters>();

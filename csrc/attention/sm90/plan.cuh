@@ -49,7 +49,7 @@ struct Config : Warpgroups<kConsumers_> {
         !kSplit && kMask == Mask::kWindow && (kHeadDim == 96 || kHeadDim == 112);
     // Whether the largest score of a row is found by bits: where the tensor cores are bound least.
     static constexpr bool kByBits = kHeadDim <= 96 && (kMask != Mask::kWindow || !kHasCap) &&
-                                    (kHeadDim > 64 || kMask == Mask::kCausal);
+                                    (kHeadDim > 64 || kMask == Mask::kCausal || kConsumers == 2);
     // Whether a warpgroup leaves out a tile's first block where it sees nothing of it; with blocks
     // wider than that it sees something of each.
     static constexpr bool kTrims =

@@ -20,7 +20,7 @@ from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch, nothing
 from . import forward_split_sm90 as split
 from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
-from .tile_costs import heads_a_group, wider_rows
+from .tile_costs import heads_a_group, wants_fewer_rows, wider_rows
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
@@ -31,7 +31,6 @@ _FEW, _SHORT, _SHORTER = 32, 320, 256  # tokens: of prompts without masks, of ot
 # Tokens of a sequence, the mean; columns of narrow heads, and of wide ones, of which two that share
 # keys are as if they did not: packed rows are better for others.
 _LITTLE, _NARROW, _WIDE = 64, 32, 128
-_ROOMY, _MANY_ROUNDS = 48, 4  # columns from which full ones in more rounds are better elsewhere
 _WIDE_SHORT = 160  # tokens of the longest of those
 # Of those in many rounds: the mean from which enough have a second tile there, up to 192 columns,
 # of more, and of these where heads share keys.
@@ -97,6 +96,7 @@ _ROWS192, _MORE_ROWS_WIDTHS = "_rows192", (96, 112)
 # The first that holds a problem is its own; docs/notes/flash_attention_sm90.md says why these.
 BODIES = (
     Body("causal", 64, "_short", longest=1280),
+    Body("full", 64, "_short"),  # where tiles of 128 rows are better
     Body("window", 64, _CAPPED),  # of bf16
     *(Body(mask, 64) for mask in _MASKS),
     Body("causal", 96),
@@ -119,7 +119,7 @@ def _choose(problem: Problem) -> Body | None:
         mask = "window"  # the others have no softcap
     is_capped = problem.softcap != 0 and problem.q.dtype == torch.bfloat16
     head_dim, head_dim_v = problem.q.shape[-1], problem.v.shape[-1]
-    larger = _of_more_rows(problem)
+    larger, is_smaller = _of_more_rows(problem), mask == "full" and wants_fewer_rows(problem)
     if mask == "causal" and _wants_few_rows(problem):
         mask = "window"
     if larger is not None or (mask == "full" and _NARROWEST < problem.widest_head <= 96):
@@ -133,6 +133,7 @@ def _choose(problem: Problem) -> Body | None:
             and not (problem.batch_invariant and body.longest < BODIES[-1].longest)
             and (body.suffix != _CAPPED or is_capped)
             and (body is larger or not (body.suffix and body.head_dim in _MORE_ROWS_WIDTHS))
+            and (is_smaller or (body.mask, body.suffix) != ("full", "_short"))
             and (problem.softcap == 0 or is_capped or (body.mask, body.head_dim) != ("window", 96))
         ):
             return body
@@ -202,16 +203,15 @@ def is_short(problem: Problem) -> bool:
         return _fills_little(problem, pairs / num_sms)
     left, right = problem.window  # causal ones have tiles of 128 queries
     is_masked = left >= 0 or right >= 0 or problem.softcap != 0
-    is_roomy = head_dim > _NARROW or is_masked or longest > _SHORTER
+    is_few = pairs <= 2 * num_sms and longest <= _ROWS
+    if not is_masked and head_dim > _NARROW:
+        return is_few
+    is_roomy = is_masked or longest > _SHORTER or longest <= _MORE_ROWS
     if is_roomy and problem.seqlens[0] > _ROWS and _has_many_rows(problem):
-        return False
-    if head_dim > _ROOMY and not is_masked and longest <= _ROWS and pairs > _MANY_ROUNDS * num_sms:
         return False
     if longest > _SHORTER and (is_masked or min(problem.seqlens) <= _SHORTER):
         return False
-    if head_dim <= _NARROW or (problem.softcap == 0 and (left >= 0 or right < 0)):
-        return True
-    return problem.softcap == 0 and pairs <= 2 * num_sms and longest <= _ROWS
+    return head_dim <= _NARROW or (problem.softcap == 0 and (left >= 0 or is_few))
 
 
 def _has_many_rows(problem: Problem) -> bool:
@@ -334,11 +334,16 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         *problem.exponents,
         *problem.small_scores,
     )
-    grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
+    num_sms = device_of(q.device).num_sms
+    grid = (min(num_tiles, num_sms), 1, 1)
+    # Begun early, the next launch takes what this one leaves: of two multiprocessors that share
+    # their way to the L2 often both, which wide heads wait for.
+    is_early = problem.widest_head <= _WIDE or not num_sms / 2 < grid[0] < num_sms
     function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else nothing
     return Launch(
-        function, grid, stated.block, stated.shared_bytes, numbers, (body.q_rows, box_rows)
-    )
+        function, grid, stated.block, stated.shared_bytes, numbers, (body.q_rows, box_rows),
+        {"programmatic": is_early},
+    )  # fmt: skip
 
 
 def is_dealt(problem: Problem, num_tiles: int, block_m: int) -> bool:
@@ -378,9 +383,9 @@ def run(
 ) -> None:  # fmt: skip
     """The same of an op's own flag and tables: cu_seqlens_q, cu_seqlens_k, cache_seqlens,
     block_table, sinks."""
-    function, grid, block, shared_bytes, numbers, packed, _ = planned
+    function, grid, block, shared_bytes, numbers, packed, options = planned
     if isinstance(packed, split.Packed):
         split.launch(planned, maps, q, out, lse, flag, tables)
         return
     params = (out, lse, flag, *maps, *tables, counters(q.device, NUM_COUNTERS), *numbers)
-    function(grid, block, shared_bytes, None, params)
+    function(grid, block, shared_bytes, None, params, **options)

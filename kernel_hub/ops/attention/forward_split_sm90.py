@@ -47,12 +47,11 @@ _NO_MASK = 1 << 29
 _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
 # Columns of the tiles of few rows; keys up to which two blocks of them are no slower.
 _FEW_ROWS_WIDTH, _FEW_ROWS_LONGEST = 128, 8192
-_HARDLY_MORE, _SURELY = ((1, 0.3), (2, 0.2)), 0.93  # of prompts: above rounds; of few tiles
+_HARDLY_MORE, _SURELY = ((1, 0.4), (2, 0.2)), 0.93  # of prompts: above rounds; of few tiles
 _NEARLY, _SHORT_CHUNK = 1.025, 256  # of caches that differ; queries whose heads share no keys
 # Parts that blocks draw: of more queries than a step's, by blocks so many tiles; floats of pieces.
 _STEP, _FEWEST_TILES, _MOST_FLOATS = 16, 0.3, 25 << 20
 _CHUNK_PARTS, _SURELY_PARTS, _CHUNK_PIECES = (2, 3, 4, 5, 7), 0.97, 1.2
-_DEALT_ROUNDS = 1.6  # of tiles that differ: the first have the shortest next
 
 
 class Packed(NamedTuple):
@@ -153,7 +152,9 @@ def is_crowded(problem: Problem, block_m: int) -> bool:
     rounds = _prompt_rounds(problem, block_m)
     # Hardly more than rounds, of alike tiles, is as long as one more; less in shares.
     is_alike = problem.softcap == 0 and max(problem.window) < 0 and not problem.has_lengths
-    return rounds >= 1 and not (is_alike and any(0 < rounds - n <= x for n, x in _HARDLY_MORE))
+    more = _prompt_rounds(problem, 192) if problem.widest_head <= 64 else rounds  # or fewer rows
+    is_hardly = any(0 < each - n <= x for each in (rounds, more) for n, x in _HARDLY_MORE)
+    return rounds >= 1 and not (is_alike and is_hardly)
 
 
 def _prompt_rounds(problem: Problem, block_m: int) -> float:
@@ -281,7 +282,7 @@ def plan(
         is_whole = is_whole if alone is None else alone
     longest = _AS_THEY_COME if is_short else _SORTED
     if together > 1:
-        longest = _SORTED if tiles > _DEALT_ROUNDS * most_blocks else _AS_THEY_COME
+        longest = _SORTED if tiles > prompts.DEALT_ROUNDS * most_blocks else _AS_THEY_COME
     if is_cut:
         num_blocks = min(most_blocks, -(-tiles * (seen + 1) // least_blocks))
         share = costs.share_of(tiles * seen, num_blocks)

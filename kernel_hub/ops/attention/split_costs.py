@@ -23,7 +23,7 @@ LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to mer
 # Of a multiprocessor: of whole tiles by the mean of head_dim and v's own.
 _WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 112: 5.5e6, 128: 5.7e6, 160: 6e6, 192: 6.2e6, 256: 6.6e6}
 _WIDE = 0.95  # of that, over caches
-_FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
+_FULL_FLOPS_A_US = {128: 3.3e6, 192: 4.3e6}  # of 64 columns without masks, by rows
 _ROWS192_FLOPS_A_US = 5.4e6  # of 96 columns in such tiles
 # Blocks of shares are each at keys of their own, and a row of a kv head may be less than what the
 # L2 fetches: how much slower per part of 128 columns that there are not, and where rows begin
@@ -163,7 +163,7 @@ def _rounds_us(
 
 def _whole_unit_us(sizes: Sizes, width: int, block_m: int, block_n: int) -> float:
     has_mask = max(sizes.window_left, sizes.window_right) >= 0
-    flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
+    flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US[block_m]
     flops = _ROWS192_FLOPS_A_US if (width, block_m) == (96, 192) else flops
     return 4 * block_m * block_n * width / flops
 

@@ -61,6 +61,26 @@ def wider_rows(problem: Problem) -> int:
     return width if is_better else 0
 
 
+# Full attention of up to 64 columns, in 128 rows and in 192; fitted to an H200.
+_FULL_TILES = TileCost(_ROWS, 128, 1.10, 1.22, 4.44), TileCost(192, 128, 1.37, 1.48, 5.0)
+_SURELY_FEWER = 0.97
+
+
+def wants_fewer_rows(problem: Problem) -> bool:
+    """Whether full attention of up to 64 columns is better in tiles of 128 rows than of 192."""
+    prompt = prompt_of(problem, problem.q.shape[-2], -1, -1)
+    if problem.widest_head > _NARROWEST or prompt is None or problem.batch_invariant:
+        return False
+    num_sms, is_long = device_of(problem.q.device).num_sms, prompt.seqlen_q > _MORE_ROWS
+    if prompt.is_ragged and problem.q.shape[-2] > problem.k.shape[-2]:  # packed ones may be better
+        return False
+    rounds = rounds_of(prompt, _MORE_ROWS, num_sms)
+    if prompt.is_ragged and is_long and (rounds > 2 or prompt.seqlen_q > _MOST_SHORT):
+        return False
+    fewer, more = (prompt_us(prompt, tile, num_sms) for tile in _FULL_TILES)
+    return fewer < _SURELY_FEWER * more
+
+
 # unit_us, begin_us, start_us and late of short causal prompts whose heads share keys, by columns
 # and rows: whole tiles, and those of packed heads in turn; of 64 rows two at a time.
 _APART_TILES = {
@@ -72,7 +92,7 @@ _IN_TURN_TILES = {
     (128, 128): (1.157, 2.25, 6.0, 0.5), (128, 64): (0.599, 3.0, 3.5, 0.7),
     (256, 128): (1.423, 4.75, 4.0, 0.7),
 }  # fmt: skip
-_SHORT_CAUSAL = 1280  # tokens
+_SHORT_CAUSAL, _ALONE_LONGEST = 1280, 448  # tokens; of heads alone
 # Of those tiles of 64 rows: tokens, where each has a multiprocessor and where not, and rounds of
 # all that run at a time.
 _FEW_ROWS, _FEW_ROWS_ALONE, _FEW_ROWS_LONGEST, _FEW_ROWS_ROUNDS = 64, 896, 640, 12
@@ -138,7 +158,7 @@ def is_short_causal(sizes: Sizes) -> bool:
     """Whether prompts are of one length, short, causal, and their heads share keys, or leave the
     second tile half empty."""
     is_alone = sizes.num_heads == sizes.num_kv_heads
-    if is_alone and not (96 < sizes.head_dim <= 128 and _ROWS < sizes.seqlen_q <= 2 * _ROWS):
+    if is_alone and not (96 < sizes.head_dim <= 128 and _ROWS < sizes.seqlen_q <= _ALONE_LONGEST):
         return False
     return (
         sizes.is_prompt
@@ -188,7 +208,7 @@ def wants_few_rows(problem: Problem, sizes: Sizes) -> bool:
         return seqlen_q <= _CAPPED_LONGEST and us[0] < min(us[1:])
     if _FEW_ROWS_TILE.places * rounds <= 1:
         is_few = seqlen_q <= (_FEW_ROWS_FULL if is_full or is_narrow else _FEW_ROWS_MOST)
-        is_long = is_full and seqlen_q > 2 * _ROWS  # shorter ones are not forward_sm90's
+        is_long = is_full and left >= 0 and seqlen_q > 2 * _ROWS  # shorter ones are not ours
         return is_few and (is_long if is_narrow else not is_short_causal(sizes))
     are_half_empty = _ROWS < seqlen_q <= _MORE_ROWS  # two tiles of 128
     is_better = is_full and left < 0 and not is_narrow and group > 1 and are_half_empty
@@ -214,7 +234,9 @@ def short_causal_us(
     prompt = Prompt(sizes.batch_size * packs, sizes.seqlen_q, int(sizes.mean), -1, 0)
     rounds = rounds_of(prompt, tokens, places)
     longest = _FEW_ROWS_LONGEST if rounds > 0.5 else _FEW_ROWS_ALONE
-    if rows == _FEW_ROWS and (sizes.seqlen_q > longest or rounds > _FEW_ROWS_ROUNDS):
+    is_long = sizes.num_heads == sizes.num_kv_heads and sizes.seqlen_q > 2 * _ROWS
+    least, most = is_long, _FEW_ROWS_ROUNDS
+    if rows == _FEW_ROWS and (sizes.seqlen_q > longest or not least <= rounds <= most):
         return math.inf
     return prompt_us(prompt, TileCost(tokens, block_n, *known), places)
 
@@ -247,8 +269,8 @@ def is_surely_in_turn(problem: Problem, tile: PackedTile, sizes: Sizes) -> bool:
         return is_long and problem.q.shape[-1] == problem.v.shape[-1] and rounds >= _MANY_WIDE
     if tile.width == 128:  # they are drawn
         return is_full and _LONG_ONE < seqlen_q <= _ROWS and rounds >= _MANY_DRAWN
-    if tile.width == 64:  # those of 192 rows are half empty
-        return is_full and (rounds > 4 if is_one else is_half_empty and rounds > 2)
+    if tile.width == 64:
+        return False
     if sizes.window_right < 0:  # rows of heads that begin between the L2's sectors
         is_askew = problem.widest_head % 16 != 0
         return is_askew and (rounds >= 3.5 if is_one else is_half_empty and rounds >= 2.5)
@@ -278,6 +300,7 @@ _WIDE_HEADS, _MORE_L2_BYTES, _SHORT_WIDE, _SOME_TILES, _FEW_TILES = 320, 22 << 2
 # with a softcap, of wide heads in fewer.
 _FEW_KEYS, _MANY_ROUNDS, _FEW_ROUNDS, _NARROW = 384, 9, 3.5, 128
 _DRAWN_ROUNDS = 3  # of tiles of 64 rows that see about as many keys
+DEALT_ROUNDS = 1.6  # of tiles that differ: the first have the shortest next
 
 
 def heads_a_group(problem: Problem, seqlen_k: int) -> int:
@@ -343,6 +366,8 @@ def pairs_together(
     if is_one or rounds <= 1:
         return 1
     is_better = not sizes.has_softcap and rounds <= _MANY_ROUNDS
+    if not is_narrow and keys <= _FEW_KEYS and rounds <= DEALT_ROUNDS:
+        return sizes.batch_size * sizes.num_kv_heads  # who had the longest has the shortest next
     if keys <= _FEW_KEYS and not (is_better if is_narrow else rounds >= _FEW_ROUNDS):
         return 1
     return max(1, heads_a_group(problem, sizes.seqlen_k) // group)

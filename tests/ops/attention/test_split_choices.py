@@ -207,7 +207,7 @@ PROMPTS = [
     Prompts("shares", 3, 6656, 0, (1, 1), 160, False),  # 198, 204 (150)
     Prompts("whole", 25, 543, 0, (32, 32), 96),  # 147, 178: of 192 rows few are empty
     Prompts("whole", 37, 561, 0, (8, 8), 80),  # 62.0, 70.2
-    Prompts("tiles", 128, 219, 0, (12, 12), 64, False),  # 99.3, 94.0
+    Prompts("whole", 31, 225, 0, (25, 25), 64, False),  # of 128 rows 44.5, 53.5
     Prompts("tiles", 198, 128, 0, (4, 4), 88, False),  # 34.1, 32.4
     Prompts("whole", 5, 896, 0, (16, 2)),  # 37.4, 40.6
     Prompts("whole", 37, 1177, 0, (2, 1), 256),  # 103, 105

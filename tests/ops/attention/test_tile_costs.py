@@ -127,6 +127,10 @@ def test_which_pairs_run_together_in_turn() -> None:
     assert together(few._replace(window_right=-1), 768, 1.9) == 1
     assert together(few._replace(window_left=300), 768, 1.9) == 1
     assert together(prompts(6, 651, (8, 1), 256), 720, 1.9, 256) == 3
+    wide = prompts(29, 140, (4, 1), 256)  # us on an H200: 20.5, 17.5
+    assert together(wide, 160, 1.1, 256) == 29
+    assert together(wide._replace(softcap=50.0), 160, 1.1, 256) == 29  # 22.5, 18.3
+    assert together(prompts(50, 160, (8, 4), 256), 160, 4.5, 256) != 200  # 39.0, 42.1
 
 
 def test_blocks_of_80_keys_are_surely_fewer() -> None:
@@ -206,7 +210,7 @@ def test_who_has_tiles_of_few_rows() -> None:
     assert wants_few(46, 134, (5, 1), right=-1)  # 19.8, 16.3
     assert wants_few(64, 129, (12, 4), right=-1)  # 42.3, 38.4
     assert not wants_few(109, 161, (14, 2), right=-1)  # 73.3, 74.1
-    assert wants_few(2, 437, (8, 8), 64, right=-1)  # 11.3, 10.0
+    assert not wants_few(2, 461, (2, 2), 40, right=-1)  # in 128 rows 9.9, 10.5
     assert wants_few(1, 272, (6, 6), 64, left=64, right=64)  # 10.4, 7.9
     assert not wants_few(3, 605, (2, 2), 40, right=-1)  # 11.3, 11.8
     assert not wants_few(5, 715, (2, 2), 104, right=-1)  # 14.6, 15.1
@@ -237,9 +241,11 @@ def test_who_takes_short_prompts() -> None:
         (False, (3, 73, (2, 2), 192), -1, 0),  # 6.6, 7.3
         (False, (19, 257, (6, 6), 64), -1, -1),  # 16.1, 20.9: two rounds of the portable ones
         (False, (64, 320, (1, 1), 40), -1, -1),  # 11.1, 12.9
-        (True, (5, 320, (16, 16), 64), -1, -1),  # 15.2, 12.9
-        (True, (7, 289, (4, 4), 40), -1, -1),  # 10.3, 9.4
-        (True, (96, 230, (1, 1), 40), -1, -1),  # 14.3, 11.3
+        (False, (10, 256, (12, 12), 64), -1, -1),  # 11.8, 12.4
+        (False, (12, 128, (25, 25), 64), -1, -1),  # 12.1, 15.4
+        (True, (29, 114, (8, 8), 40), -1, -1),  # 10.8, 9.1
+        (True, (7, 196, (12, 12), 32), -1, -1),  # 11.0, 9.3
+        (False, (159, 181, (3, 3), 32), -1, -1),  # 21.5, 23.7
         (False, (243, 192, (12, 12), 64), 64, 64),  # 114, 155
         (True, (49, 192, (3, 3), 64), 64, 64),  # 15.4, 14.4
         (True, (113, 245, (1, 1), 40), 64, 64),  # 16.0, 10.5
