@@ -214,7 +214,8 @@ class Caches(NamedTuple):
     """What steps of a plan read: items are (sequence, kv head, block of rows) triples.
 
     tokens: the most that an item can have; seen: those of them in a window.
-    token_bytes: a key and a value; num_bytes: all caches together; is_alone: of one sequence.
+    token_bytes: a key and a value; num_bytes: all caches together; alone: of one sequence, its new
+    tokens, else 0.
     """
 
     items: int
@@ -222,7 +223,7 @@ class Caches(NamedTuple):
     seen: int
     token_bytes: int
     num_bytes: int
-    is_alone: bool = False
+    alone: int = 0
 
 
 def blocks_for(variant: Variant, caches: Caches, head_dim: int, multiprocessors: int) -> int:
@@ -271,6 +272,10 @@ def choose_split(
                 fixed = 2
             saved = caches.seen * caches.token_bytes * (fixed - 1) // fixed
             num_splits = 1 if saved < PART_BYTES else fixed
+        elif (
+            caches.alone > 1
+        ):  # nothing to even out: a block a multiprocessor, found without lengths
+            num_splits = max(1, num_sms // items)
     num_splits = min(num_splits, max_units)
     if num_splits == 1:
         return Split(1, items, items, 0)
@@ -280,7 +285,7 @@ def choose_split(
     # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
     fine_units = max(1, FINE_BYTES // (unit_tokens * caches.token_bytes))
     units = items * max_units
-    if caches.is_alone:  # its items are of one length: as many parts whatever that is
+    if caches.alone:  # its items are of one length: as many parts whatever that is
         fine_units = max(fine_units, units)
     most, even = parallel, 0
     if units > fine_units:
