@@ -86,6 +86,8 @@ FEW_BYTES, LARGE_BYTES, MANY_COLUMNS = 32 << 10, 128 << 20, 256
 MANY_PARTS = 32
 # A part less of an item that is no longer than this saves nothing that its merge does not take.
 PART_BYTES = 96 << 10
+# Parts of an item up to which those of one sequence are cut for as many blocks as others.
+ALONE_PARTS = 8
 # Shares of more than this, of all items, are of the sizes that `shares_of` knows.
 FINE_BYTES = 30 << 20
 
@@ -275,7 +277,7 @@ def choose_split(
         elif (
             caches.alone > 1
         ):  # nothing to even out: a block a multiprocessor, found without lengths
-            num_splits = max(1, num_sms // items)
+            num_splits = max(1, num_sms // items, min(ALONE_PARTS, blocks // items))
     num_splits = min(num_splits, max_units)
     if num_splits == 1:
         return Split(1, items, items, 0)

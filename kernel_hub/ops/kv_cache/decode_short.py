@@ -184,7 +184,7 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     is_many = num_bytes > _MOST_BYTES and not is_short
     if is_fast and sm90.is_wide_step(given):
         us, blocks = sm90.wide_blocks(every, items, num_sms, _PLACES)
-        us *= _WIDE_CROWD if items > 2 * num_sms else 1.0
+        us *= _WIDE_CROWD if items > 2 * num_sms or row_blocks(given) > 1 else 1.0
         is_theirs = us < min(sm90.wide_us(problem), sm90.tiles_us(given))
         is_theirs &= room <= _LONGEST and not has_parts(given, items, room)
         return (_FEW_WARPS, blocks) if is_theirs and not (is_many and not is_crowd) else (0, 0)
@@ -208,7 +208,7 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     is_late = width_of(given) == _WIDTHS[1] and costs.key_bytes(every[0]) < _LATE_BYTES
     late = (_FAST_TILES_LATE if is_fast else _TILES_LATE) if is_late else 1.0
     if is_fast and given.q.shape[1] > 1:
-        if width_of(given) == _WIDTHS[0] and items <= num_sms:
+        if width_of(given) == _WIDTHS[0] and items <= num_sms and shape[1] < _MOST_BLOCKS:
             late = _NARROW_LATE
         elif row_blocks(given) > _MANY_BLOCKS and items > 2 * num_sms:
             late = _MANY_LATE

@@ -31,7 +31,8 @@ _ROWS32_START_US, _ROWS32, _ASKEW, _ASKEW_BYTES = 9.0, 0.65, 0.77, 600e6
 # bytes that another of these does; a launch and items by places, of up to so many columns and more.
 _NARROW, _LESS_WIDE, _WIDE_ROWS_US, _WIDE_AGAIN = 128, 192, 3.7, 0.36
 _WIDE_US, _WIDEST_US = (9.5, 5.0), (11.9, 2.5)
-# By how much attention's whole tiles must be better than the kernel of up to so many columns.
+# By how much attention's tiles that are not cut must be better than the kernel of up to so many
+# columns.
 _LESS_WIDE_TILES = 1.15
 # Of so many columns, several tokens and few rows: a launch, where the caches of several sequences
 # may have more tokens than so many, and no more than others.
