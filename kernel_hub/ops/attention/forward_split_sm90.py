@@ -45,7 +45,7 @@ _MAX_BATCH, _MAX_HEADS, _MAX_UNITS = 256, 1 << 15, 1 << 30  # Line::kMost; 32-bi
 _NO_MASK = 1 << 29
 # Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
 _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
-# Columns of the tiles of few rows; keys up to which two blocks of them are no slower.
+# Columns of tiles of few rows; keys up to which two of them are no slower, twice that of steps.
 _FEW_ROWS_WIDTH, _FEW_ROWS_LONGEST = 128, 8192
 _HARDLY_MORE, _SURELY = ((1, 0.4), (2, 0.2)), 0.93  # of prompts: above rounds; of few tiles
 _NEARLY, _SHORT_CHUNK = 1.025, 256  # of caches that differ; queries whose heads share no keys
@@ -93,12 +93,13 @@ def bodies_of(problem: Problem) -> list[Body]:
     is_few = least <= _FEW_ROWS_WIDTH and problem.batch_size > 0
     if is_few:
         sizes = costs.sizes_of(problem)[0]
-        is_chunk = costs.is_chunk(sizes) and sizes.seqlen_k <= _FEW_ROWS_LONGEST
+        longest = _FEW_ROWS_LONGEST << (1 < sizes.seqlen_q <= _STEP)
+        is_chunk = costs.is_chunk(sizes) and sizes.seqlen_k <= longest
         is_short = _is_short_causal(problem) or prompts.is_side_by_side(problem, sizes)
         is_few = (is_chunk and mask == "causal") or (least == _FEW_ROWS_WIDTH and is_short)
         is_few |= prompts.wants_few_rows(problem, sizes)
-    own = [x for x in fitting if x.head_dim == least and not x.has_few_rows]
-    return own + [x for x in fitting if x.has_few_rows][:1] * is_few
+    few = [x for x in fitting if x.has_few_rows][:1] * is_few
+    return [x for x in fitting if x.head_dim == least and not x.has_few_rows] + few
 
 
 def can_take(problem: Problem) -> bool:

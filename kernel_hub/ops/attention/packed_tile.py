@@ -34,7 +34,12 @@ _FEW_ROWS, _PLACES = 64, 2  # rows of a tile of which a multiprocessor has so ma
 # Of chunks over caches of any lengths: the longest tile up to which to cut it and to merge takes
 # longer than it saves; rounds up to which to sort and draw them does, known to differ or not.
 _SHORT_TILE_US, _UNSORTED_ROUNDS = 10.0, (1.0, 2.2)
-_STEP, _WHOLE_TILE_US = 16, 40.0  # of up to so many queries, where rounds are as long as that one
+# The same of steps, of up to so many queries, where the longest one is not later than others, or of
+# several queries by no more than so many times what pieces take.
+_STEP, _WHOLE_TILE_US, _LATE_PIECES = 16, 40.0, 1.9
+# Of a step's tiles of few rows: in turn, up to so many rounds, where one is long; shares of narrow
+# heads, up to fewer.
+_FEW, _FEW_TURNS, _FEWEST, _NARROW_SHARES = 0.4, 1.11, 0.3, 1.1
 # Pieces of 128 rows and columns, one from each multiprocessor, out, in again and merged.
 _PIECES_US = 2.9
 
@@ -152,9 +157,23 @@ class PackedTile(NamedTuple):
             return is_short, is_short
         longest_us = seen * self.unit_us_of(min(1.0, rounds))
         is_step = every[0].seqlen_q <= _STEP and longest_us <= _WHOLE_TILE_US
-        is_whole = longest_us <= _SHORT_TILE_US or (is_step and rounds * every[-1].evenness >= 1)
+        late_us = longest_us * (1 - rounds * every[-1].evenness)
+        is_late = late_us > (every[0].seqlen_q > 1) * _LATE_PIECES * self.pieces_us
+        is_whole = longest_us <= _SHORT_TILE_US or (is_step and not is_late)
         most = _UNSORTED_ROUNDS[any(not each.is_ragged for each in every)]
         return rounds <= most and longest_us <= _SHORT_TILE_US, is_whole
+
+    def of_step(self, sizes: Sizes, places: int) -> tuple[float, float]:
+        """What shares, and tiles in turn, of a step of several tokens take of what is reckoned,
+        where tiles of few rows do not fill half of their places."""
+        if self.block_m != _FEW_ROWS or not 1 < sizes.seqlen_q <= _STEP:
+            return 1.0, 1.0
+        tiles = self.pack(sizes.seqlen_q, sizes.num_heads // sizes.num_kv_heads)[2]
+        rounds = tiles * sizes.batch_size * sizes.num_kv_heads / places
+        if sizes.head_dim <= _NARROWEST and rounds <= _FEWEST:
+            return _NARROW_SHARES, 1.0
+        longest_us = -(-sizes.seqlen_k // self.block_n) * self.unit_us_of(rounds)
+        return 1.0, _FEW_TURNS if rounds <= _FEW and longest_us > _SHORT_TILE_US else 1.0
 
     @property
     def pieces_us(self) -> float:

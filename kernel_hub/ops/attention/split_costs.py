@@ -207,7 +207,8 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     # Of those that are longer than a multiprocessor's mean.
     pieces = min(1.0, num_sms / tiles / sizes.evenness) if sizes.is_ragged else 0.0
     work = _both(work, _all_bytes(sizes) / _rate(sizes, tile))
-    return _begin_us(sizes) + tile.in_turn * work + pieces * tile.pieces_us
+    us = _begin_us(sizes) + tile.in_turn * work + pieces * tile.pieces_us
+    return tile.of_step(sizes, num_sms)[1] * us
 
 
 def whole_prompts_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
@@ -334,7 +335,7 @@ def _missed(apart: float) -> float:
 
 def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Equal shares or parts, whichever the kernel takes, and their merge."""
-    return _cut(sizes, tile, num_sms)[0]
+    return tile.of_step(sizes, num_sms)[0] * _cut(sizes, tile, num_sms)[0]
 
 
 def longest_part(sizes: Sizes, tile: PackedTile, num_sms: int) -> int:

@@ -223,7 +223,8 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
         token_bytes = 2 * head_dim * k_cache.element_size()
         num_bytes = batch_size * num_kv_heads * seen * token_bytes
-        caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes, batch_size == 1)
+        alone = seqlen_q if batch_size == 1 else 0
+        caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes, alone)
         blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
         wide = variant.is_sm90 and short.is_fast_memory(given)
         split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms, wide)

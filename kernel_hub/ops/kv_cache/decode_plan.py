@@ -86,6 +86,8 @@ FEW_BYTES, LARGE_BYTES, MANY_COLUMNS = 32 << 10, 128 << 20, 256
 MANY_PARTS = 32
 # A part less of an item that is no longer than this saves nothing that its merge does not take.
 PART_BYTES = 96 << 10
+# Parts of an item up to which those of one sequence are cut for as many blocks as others.
+ALONE_PARTS = 8
 # Shares of more than this, of all items, are of the sizes that `shares_of` knows.
 FINE_BYTES = 30 << 20
 
@@ -214,7 +216,8 @@ class Caches(NamedTuple):
     """What steps of a plan read: items are (sequence, kv head, block of rows) triples.
 
     tokens: the most that an item can have; seen: those of them in a window.
-    token_bytes: a key and a value; num_bytes: all caches together; is_alone: of one sequence.
+    token_bytes: a key and a value; num_bytes: all caches together; alone: of one sequence, its new
+    tokens, else 0.
     """
 
     items: int
@@ -222,7 +225,7 @@ class Caches(NamedTuple):
     seen: int
     token_bytes: int
     num_bytes: int
-    is_alone: bool = False
+    alone: int = 0
 
 
 def blocks_for(variant: Variant, caches: Caches, head_dim: int, multiprocessors: int) -> int:
@@ -271,6 +274,10 @@ def choose_split(
                 fixed = 2
             saved = caches.seen * caches.token_bytes * (fixed - 1) // fixed
             num_splits = 1 if saved < PART_BYTES else fixed
+        elif (
+            caches.alone > 1
+        ):  # nothing to even out: a block a multiprocessor, found without lengths
+            num_splits = max(1, num_sms // items, min(ALONE_PARTS, blocks // items))
     num_splits = min(num_splits, max_units)
     if num_splits == 1:
         return Split(1, items, items, 0)
@@ -280,7 +287,7 @@ def choose_split(
     # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
     fine_units = max(1, FINE_BYTES // (unit_tokens * caches.token_bytes))
     units = items * max_units
-    if caches.is_alone:  # its items are of one length: as many parts whatever that is
+    if caches.alone:  # its items are of one length: as many parts whatever that is
         fine_units = max(fine_units, units)
     most, even = parallel, 0
     if units > fine_units:

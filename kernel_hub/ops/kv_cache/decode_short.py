@@ -45,6 +45,10 @@ _LEVEL_US, _LESS_US = 0.3, 0.4
 # Of caches of 128 columns and so few bytes attention's tiles take more than their estimates by so
 # much, against these.
 _TILES_LATE, _FAST_TILES_LATE, _LATE_BYTES = 1.15, 0.95, 60e6
+# Of several tokens, where memory is fast: many items of the most columns, whose rounds take more
+# than is reckoned; few items of the fewest columns; many of more blocks of
+# rows than so many.
+_WIDE_CROWD, _NARROW_LATE, _MANY_BLOCKS, _MANY_LATE = 1.08, 1.13, 8, 0.8
 _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiprocessor
 # Where parts, whose number is any, are no better: tokens of an item; bytes of all, or of an item;
 # what a multiprocessor reads, and how much longer it may take where there are few.
@@ -177,12 +181,19 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     is_crowd = is_crowd and 4 * room * given.q.shape[-1] > _FAST_WIDE_BYTES
     longest = _FAST_WIDE_LONGEST if is_crowd and is_full else longest
     num_bytes, apart_us = costs.key_bytes(every[0]), _APART_US
+    is_many = num_bytes > _MOST_BYTES and not is_short
+    if is_fast and sm90.is_wide_step(given):
+        us, blocks = sm90.wide_blocks(every, items, num_sms, _PLACES)
+        us *= _WIDE_CROWD if items > 2 * num_sms or row_blocks(given) > 1 else 1.0
+        is_theirs = us < min(sm90.wide_us(problem), sm90.tiles_us(given))
+        is_theirs &= room <= _LONGEST and not has_parts(given, items, room)
+        return (_FEW_WARPS, blocks) if is_theirs and not (is_many and not is_crowd) else (0, 0)
     is_paged = is_narrow and given.block_table is not None and width_of(given) == _WIDTHS[1]
     if room > longest:
         if not is_paged or room > _PAGED_LONGEST or items > _MOST_LONG * num_sms:
             return 0, 0
         shape, apart_us = long_shape(items, num_sms), _LONG_APART_US
-    elif num_bytes > _MOST_BYTES and not is_short:
+    elif is_many:
         is_many = is_paged and num_bytes <= _MOST_PAGED_BYTES
         if not is_many and not (is_fast and is_narrow) and not is_crowd:
             return 0, 0
@@ -191,22 +202,29 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     apart = 1 / _MOST_BLOCKS - items / num_sms
     if apart * 4 * room * given.q.shape[-1] > apart_us * _BLOCK_BYTES_A_US:
         return 0, 0
-    # The kernel of parts has no columns that are not there.
-    if (
-        width_of(given) == _WIDTHS[-1]
-        and given.q.shape[-1] <= _PARTS_WIDTH
-        and items > (num_sms if is_fast and room <= _FAST_PARTS_TOKENS else num_sms // 2)
-    ):
+    if has_parts(given, items, room):
         return 0, 0
     # Attention's tiles of more rows read a cache less often.
     is_late = width_of(given) == _WIDTHS[1] and costs.key_bytes(every[0]) < _LATE_BYTES
     late = (_FAST_TILES_LATE if is_fast else _TILES_LATE) if is_late else 1.0
+    if is_fast and given.q.shape[1] > 1:
+        if width_of(given) == _WIDTHS[0] and items <= num_sms and shape[1] < _MOST_BLOCKS:
+            late = _NARROW_LATE
+        elif row_blocks(given) > _MANY_BLOCKS and items > 2 * num_sms:
+            late = _MANY_LATE
     is_slower = not is_narrow and split.can_take(problem)
     is_slower = is_slower and late * split.best_way(problem).us < us
     is_long = room > _LONGEST_SLOWER and not is_fast
     if is_slower and (is_long or sm90.applies(given, parts_of(given))):
         return 0, 0
     return shape
+
+
+def has_parts(given: DecodeGiven, items: int, room: int) -> bool:
+    """Whether items are many of the kernel of parts, which has no columns that are not there."""
+    num_sms, is_short = device_of(given.q.device).num_sms, room <= _FAST_PARTS_TOKENS
+    is_narrower = _WIDTHS[1] < given.q.shape[-1] <= _PARTS_WIDTH
+    return is_narrower and items > (num_sms if is_fast_memory(given) and is_short else num_sms // 2)
 
 
 def is_alone(given: DecodeGiven, items: int, room: int) -> bool:

@@ -261,6 +261,39 @@ def test_steps_take(choice: Choice) -> None:
     assert way_of(problem) == choice.way
 
 
+# Rows of the tiles of steps over longer caches; of one token they stay as they were.
+LONGER = [
+    (Choice("", 18, 4, 12_352, (32, 4)), 64),  # us, 64 and 128 rows: 53.5, 59.0
+    (Choice("", 1, 12, 14_592, (8, 4), page_size=128), 64),  # 16.8, 19.2
+    (Choice("", 1, 9, 94_720, (10, 2), page_size=256), 128),  # 40.3, 37.6
+    (Choice("", 1, 1, 12_352, (48, 1)), 128),
+]
+
+
+@pytest.mark.parametrize(("choice", "rows"), LONGER, ids=str)
+def test_steps_over_longer_caches_take(choice: Choice, rows: int) -> None:
+    assert SPLIT.best_way(choice.problem).tile.block_m == rows
+
+
+# us of tiles in turn that are whole, and cut; where others are as late as the longest they are cut.
+@pytest.mark.parametrize(
+    ("choice", "is_whole"),
+    [
+        (Choice("", 113, 12, 896, (12, 2)), True),  # 36.4, 40.0
+        (Choice("", 203, 14, 768, (2, 1), 256), True),  # 51.9, 57.1
+        (Choice("", 35, 10, 3264, (32, 2), 64, 64), False),  # 38.5, 23.5
+    ],
+    ids=str,
+)
+def test_tiles_of_steps_stay_whole(choice: Choice, is_whole: bool) -> None:
+    problem = choice.problem
+    if choice.page_size:  # a pool of lengths that differ
+        problem = problem._replace(k=problem.k[: problem.k.shape[0] // 4])
+    lse = torch.empty(1, device="meta").expand(choice.batch_size, choice.heads[0], choice.seqlen_q)
+    planned = SPLIT.plan(problem, problem.q, lse)
+    assert not SPLIT.best_way(problem).is_cut and (planned.maps.merge is None) == is_whole
+
+
 def test_pages_of_no_keys_are_planned() -> None:
     problem = Choice("whole", 1, 633, 16, (4, 2), 32, 16, is_causal=False).problem
     assert way_of(problem._replace(max_seqlen_k=0)) in ("shares", "tiles")

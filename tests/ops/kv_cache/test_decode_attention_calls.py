@@ -174,13 +174,23 @@ def split_on_h200(
 @pytest.mark.parametrize("tokens", [4096, 65_536, 1 << 20])
 @pytest.mark.parametrize("heads", [1, 8, 20, 40])
 def test_one_sequence_is_cut_for_multiprocessors(heads: int, tokens: int) -> None:
-    caches = decode_plan.Caches(heads, tokens, tokens, 512, 512 * tokens * heads, is_alone=True)
+    caches = decode_plan.Caches(heads, tokens, tokens, 512, 512 * tokens * heads, alone=1)
     split = decode_plan.choose_split(caches, 64, 0, 132, 132)
     parts = split.num_splits or split.parallel // heads
     assert heads * min(132, parts) >= decode_plan.FULL * 132 or tokens < 64 * 132
     # No block is without a part but those of a cut that rounds up.
     assert split.num_splits or split.num_blocks <= split.parallel + heads
     assert split.num_splits or split.fine_units >= heads * tokens // 64
+
+
+@pytest.mark.parametrize(("heads", "blocks", "parts"), [(8, 132, 16), (32, 264, 8), (16, 264, 8)])
+def test_one_sequence_of_several_tokens_looks_for_no_lengths(
+    heads: int, blocks: int, parts: int
+) -> None:
+    caches = decode_plan.Caches(heads, 15_488, 15_488, 896, 896 * 15_488 * heads)
+    of = [caches._replace(alone=tokens) for tokens in (0, 1, 8)]
+    splits = [decode_plan.choose_split(each, 64, 0, blocks, 132).num_splits for each in of]
+    assert splits == [0, 0, parts]
 
 
 def test_fp32_takes_both_places() -> None:

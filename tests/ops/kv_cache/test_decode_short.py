@@ -164,6 +164,11 @@ def test_which_where_memory_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tiles of few bytes take less than they are said to; parts have no short items of d 192.
     assert of(7, 13, 959, (24, 1)) == (0, 0) != shape_of(7, 13, 959, (24, 1))
     assert of(5, 10, 257, (16, 16), 192) == (4, 1) and of(5, 10, 857, (16, 16), 192) == (0, 0)
+    # Of several tokens of the most columns, no more rounds than parts or tiles take.
+    assert of(20, 14, 256, (4, 4), 224, mean=73) == (4, 1) != of(20, 1, 256, (4, 4), 224, mean=73)
+    assert of(64, 5, 2816, (2, 1), 256) == of(13, 11, 1088, (4, 4), 192) == (4, 2)
+    assert of(4, 8, 1792, (4, 4), 224) == of(5, 5, 2048, (4, 4), 224) == (4, 4)
+    assert of(7, 14, 2624, (4, 1), 256, mean=750) == of(3, 4, 14_144, (2, 1), 256) == (0, 0)
     # Of caches that may be full, lengths are alike mostly.
     assert of(105, 1, 768, (10, 2)) == of(64, 1, 1600, (16, 2)) == (8, 1)
     assert (8, 1) not in (of(105, 1, 768, (10, 2), mean=300), of(64, 1, 1600, (16, 2), mean=1650))

@@ -82,21 +82,6 @@ def test_every_kernel(shares: tuple[Way, list[str]], dtype: torch.dtype, head_di
     assert named[0] in (f"{widths[0]}_causal", few_rows) and named[1:] == [f"{widths[1]}_window"]
 
 
-@pytest.mark.parametrize("head_dim", [136, 224, 256])
-def test_whole_tiles(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
-    """Of wide heads, by the kernels without shares."""
-    with in_shares(monkeypatch, hopper_way) as taken:
-        monkeypatch.setattr(SPLIT, "choice", False)
-        lengths = [300, 0, 5, 129]
-        for page_size in (0, 64):
-            step = Step(
-                hopper_way, lengths, heads=(4, 4), head_dim=head_dim, seqlen_q=7,
-                page_size=page_size,
-            )  # fmt: skip
-            step.check()
-    assert not taken
-
-
 def test_a_plan_made_without_lse_writes_it(shares: tuple[Way, list[str]]) -> None:
     way, taken = shares
     step = Step(way, [300, 40], heads=(8, 1), seqlen_q=5)
@@ -254,9 +239,11 @@ def test_what_is_chosen_of_drawn_sizes(h200: None, lot: int) -> None:
     # A launch serves all lengths: what is on the device is asked by nobody (it is on none here).
     assert is_chosen(tokens=tokens, page_size=generator.choice((16, 64, 256)), **sizes) == is_theirs
     block_rows = decode_plan.choose_variant(head_dim, 2, group * seqlen_q, False, is_sm90=True).rows
-    if group * seqlen_q <= block_rows:  # by whole tiles, or many bytes for more rows than 16
+    if group * seqlen_q <= block_rows:  # of many columns, more rows than 16, or long caches
         is_wide = seqlen_q > 1 and head_dim > 128
-        assert not is_theirs or is_wide or (group * seqlen_q > 16 and 64 < head_dim <= 128)
+        is_long = min(seqlen_q, sizes["batch"]) > 1 and 8192 < tokens <= 16_384
+        has_rows = group * seqlen_q > 16 or is_long
+        assert not is_theirs or is_wide or (has_rows and 64 < head_dim <= 128)
     elif is_theirs:  # the more there is to read again, the more so
         assert is_chosen(tokens=4 * tokens, **sizes)
 

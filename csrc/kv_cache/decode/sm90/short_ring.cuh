@@ -65,8 +65,13 @@ struct ShortLoader {
         const bool is_column = chunk * 8 < args.head_dim;
 #pragma unroll
         for (int i = 0; i < Config::kTile; i += kRowsAtOnce) {
-            cp_async_16(target + swizzled<kChunks>(i + first_row, chunk), source,
-                        is_column && i + first_row < num_tokens, read_once_policy());
+            const uint32_t place = target + swizzled<kChunks>(i + first_row, chunk);
+            const bool is_inside = is_column && i + first_row < num_tokens;
+            if constexpr (kChunks > 8) {
+                cp_async_16_narrow(place, source, is_inside, read_once_policy());
+            } else {
+                cp_async_16(place, source, is_inside, read_once_policy());
+            }
             source += kRowsAtOnce * token_stride;
         }
     }
