@@ -52,11 +52,13 @@ class Parting(NamedTuple):
 
 class Turns(NamedTuple):
     """sums: of dq, -sums without turns; how many pairs run through their blocks of keys together;
-    parts."""
+    parts; is_staggered: the last half of their blocks in turn with the first half of the next
+    pairs', causal ones of one length."""
 
     sums: int
     together: int
     parted: Parting
+    is_staggered: bool = False
 
 
 class Pairs(NamedTuple):
@@ -283,8 +285,13 @@ def _behind(seen_by: Sequence[tuple[int, int]]) -> list[int]:
 
 def _counts_in_turns(group: int) -> list[int]:
     """Into how many parts works may go: of whole heads, or of one's queries."""
-    of_heads = [n for n in range(2, group + 1) if group % n == 0]
-    return of_heads + [group * n for n in _COUNTS]
+    of_heads = {n for n in _COUNTS if n < group} | {n for n in _even(group) if n > 1}
+    return sorted(of_heads) + [group * n for n in _COUNTS]
+
+
+@functools.lru_cache(maxsize=64)
+def _even(group: int) -> list[int]:
+    return [n for n in range(1, group + 1) if group % n == 0]
 
 
 def _parts_in_turns(
@@ -296,9 +303,11 @@ def _parts_in_turns(
     most = -(-seqlen_q // block_m // by_queries)
     found = []
     firsts = range(0, by_queries * most, most)
+    ends = [nth * group // by_heads for nth in range(by_heads + 1)]
+    sizes = [end - first for first, end in itertools.pairwise(ends)]
     for begin, end in seen_by:
         of_head = [max(0, min(end, first + most) - max(begin, first)) for first in firsts]
-        found.append([group // by_heads * each for each in of_head] * by_heads)
+        found.append([size * each for size in sizes for each in of_head])
     return found
 
 
