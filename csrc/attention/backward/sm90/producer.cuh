@@ -276,23 +276,28 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
 }
 
 // Passes turns on, once a consumer's parts have been added: a warp of its own, which waits for
-// fences while the others go on, a lane a consumer. All lanes of one warp. added: as add_dq's.
+// fences while the others go on. All lanes of one warp, of which the first ones do so, each for a
+// consumer. added: as add_dq's.
 template <class C>
 __device__ __forceinline__ void pass_turns(const BackwardParameters<typename C::T>& p,
                                            const BackwardShared<C>& shared,
                                            const BackwardWork& work, int& added) {
-    const int consumer = threadIdx.x % 32;
-    if (p.workspace.sums.has_turns && consumer < C::kConsumers) {
+    if (p.workspace.sums.has_turns) {
+        const int lane_idx = threadIdx.x % 32, consumer = lane_idx % C::kConsumers;
         Turns<C> at(p, work, consumer);
+        const int all = added + work.num_iterations;
 #pragma unroll 1
-        for (const int all = added + work.num_iterations; added < all;) {
-            const int there = ld_shared_acquire(shared.added(consumer));
-            if (there > added) {
+        while (__any_sync(kAllLanes, added < all)) {
+            const int there = min(ld_shared_acquire(shared.added(consumer)), all);
+            // One for all, as it takes the longest.
+            if (__any_sync(kAllLanes, there > added)) {
                 fence_gpu();
             }
 #pragma unroll 1
-            for (; added < min(there, all); ++added) {
-                red_add(at.turn(), 1);
+            for (; added < there; ++added) {
+                if (lane_idx < C::kConsumers) {
+                    red_add(at.turn(), 1);
+                }
                 at.advance();
             }
         }
