@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kernel_hub.ops.attention.backward.works import Pairs, Parting, Traffic, Turns, turns
+from kernel_hub.ops.attention.backward.turns import Traffic, Turns, turns
+from kernel_hub.ops.attention.backward.works import Pairs, Parting
 
 PLANS = 3000
 

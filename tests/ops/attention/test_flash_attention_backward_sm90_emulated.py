@@ -20,6 +20,7 @@ from kernel_hub.ops.attention.problem import Gradients, Problem
 from kernel_hub.testing.guard import Guarded
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward.sm90")
+ORDER: Any = importlib.import_module("kernel_hub.ops.attention.backward.turns")
 WORKS: Any = importlib.import_module("kernel_hub.ops.attention.backward.works")
 DRAWN = 12
 # A block of threads is emulated at some 10^6 scores a second.
@@ -127,7 +128,7 @@ def test_turns(
         head_dim=head_dim, num_heads=4, num_kv_heads=2, lengths_q=(150, 35, 90), lengths_k=lengths,
         layout="varlen", backward=True, deterministic=True, **options,
     )  # fmt: skip
-    plan = WORKS.Turns(sums, together, WORKS.Parting(*parted))
+    plan = ORDER.Turns(sums, together, WORKS.Parting(*parted))
     monkeypatch.setattr(SM90, "turns", lambda *given, **more: plan)
     with hopper_attention(monkeypatch, 3):
         run(case, "cpu")
@@ -151,7 +152,7 @@ def test_staggered(
     )  # fmt: skip
     num_works = 6 * -(-lengths[0] // (64 if head_dim > 128 else 128))
     parted = WORKS.Parting(0 if blocks > 1 else num_works, blocks)
-    plan = WORKS.Turns(1, together, parted, True)
+    plan = ORDER.Turns(1, together, parted, True)
     monkeypatch.setattr(SM90, "turns", lambda *given, **more: plan)
     with hopper_attention(monkeypatch, 3):
         run(case, "cpu")

@@ -167,7 +167,7 @@ struct BackwardShared {
 
     __device__ __forceinline__ BackwardWork& work(int nth) const;
 
-    // In turns: to how many blocks of queries a consumer's parts have been added.
+    // In turns: how many of a consumer's parts have been added.
     __device__ __forceinline__ uint32_t added(int consumer) const {
         return base + C::kAdded + 4 * consumer;
     }

@@ -22,7 +22,8 @@ from ..problem import (
     tensor_map,
 )  # fmt: skip
 from . import ragged
-from .works import Pairs, Parting, Traffic, parting, turns
+from .turns import Traffic, turns
+from .works import Pairs, Parting, parting
 
 _empty_like = torch.empty_like
 
@@ -40,7 +41,7 @@ _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 1 << 15
 _MAX_BLOCKS = 1 << 30
 _FEW_WORKS = 2  # a multiprocessor
-_TURNS = 2  # of a block of queries and a sum: Workspace::kTurns
+_TURNS = 4  # of a block of queries and a sum: Workspace::kTurns
 
 
 class Body(NamedTuple):
@@ -230,7 +231,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
             total = max(1, round(total_k / planned_k)) * num_kv_heads
             free = Pairs(total, min(total, pairs_a_group), drifting)
         sums, pairs_a_group, parted, is_staggered = turns(
-            *about, free, read, num_sms, goes_on=goes_on
+            *about, free, read, num_sms, goes_on=goes_on, is_ragged=is_ragged
         )
         if sums < 0 and key_blocks > -2 * sums:  # those of longer sequences than were planned for
             sums = 1
