@@ -26,7 +26,7 @@
 // last one ends: 3 us of the 7 that a work costs beside its rounds.
 // The keys that most queries see come first, within groups of heads whose q, dout and dq stay in
 // the L2; in turns causal groups are staggered (Works::find_alike). dk and dv have one order of
-// summation. dq has one where there are turns: a block then adds each part of a block of queries
+// summation. dq has one where there are turns: a block then adds its part of a block of queries
 // after the blocks of lower keys.
 //
 // Turns. Nobody waits for ever, however few blocks run at a time: works are taken in the order of
@@ -35,8 +35,9 @@
 // and blocks begin in that order.) Nobody waits for long: all keys of a head begin at the last
 // queries, heads of a group go through them together (not through a window), so that one that
 // began later, or sees fewer queries, stays behind; and several pairs run a few blocks of keys at a
-// time. Works are parted by heads, uneven ones too, or by queries, alike for all keys. dq may have several sums: block i of the keys adds to sum i % num_sums, of causal ones the
-// first two as they come, and convert adds those up.
+// time. Works are parted by heads, uneven ones too, or by queries, alike for all keys. dq may have
+// several sums: block i of the keys adds to sum i % num_sums, of causal ones the first two as they
+// come, and convert adds those up.
 //
 // Main kernel. Warpgroup 0: a warp loads by TMA; two warps add the consumers' parts of dq to their
 // sums by the TMA's reductions; the fourth passes turns on, whose fences would hold those up.

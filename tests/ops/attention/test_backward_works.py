@@ -96,7 +96,7 @@ def test_three_blocks_of_few_keys_go_without_turns() -> None:
 def test_in_turns_pairs_run_a_few_blocks_of_keys_at_a_time() -> None:
     # 64 blocks of keys that began at the same time would wait for 64 others' sums.
     # As many pairs as the L2 gives again to the next block of keys.
-    assert in_turns(4096, 64) == Turns(1, 7, Parting(4096, 1))
+    assert in_turns(4096, 64) == Turns(1, 6, Parting(4096, 1))
     assert in_turns(1433, 180, head_dim=256).together == 11
 
 

@@ -189,21 +189,19 @@ struct BackwardProducer {
     }
 };
 
-// Where blocks take turns, the part of a block of queries of which a consumer's turn is about next.
+// Where blocks take turns, the block of queries of which a consumer's turn is about next.
 template <class C>
 struct Turns {
-    static_assert(C::kDqParts <= Workspace::kTurns, "each has turns of its own");
+    static_assert(C::kConsumers == Workspace::kTurns, "each has turns of its own");
     const BackwardParameters<typename C::T>& p;
     const BackwardWork& work;
-    int first_part, num_parts;  // of the consumer's
-    int part = 0, head_idx, m;
+    int consumer, head_idx, m;
 
     __device__ __forceinline__ Turns(const BackwardParameters<typename C::T>& p_,
                                      const BackwardWork& work_, int consumer_)
         : p(p_),
           work(work_),
-          first_part(consumer_ * C::kFirstParts),
-          num_parts(consumer_ == 0 ? C::kFirstParts : C::kDqParts - C::kFirstParts),
+          consumer(C::kHasOwnTurns ? consumer_ : 0),
           head_idx(work.begin_head),
           m(work.begin_m) {}
 
@@ -212,7 +210,7 @@ struct Turns {
         return head_idx * p.num_blocks_q + work.sum_block + m;
     }
     __device__ __forceinline__ int* turn() const {
-        return p.workspace.turns + Workspace::kTurns * block() + first_part + part;
+        return p.workspace.turns + Workspace::kTurns * block() + consumer;
     }
     // How many must have added to the sum before this one. A sum of 0, a and b has one order: of
     // causal blocks the first two go together, and the chain of waits is shorter by one (full,
@@ -221,15 +219,7 @@ struct Turns {
         const int before = over(work.template earlier<C>(m), p.workspace.sums.num_sums);
         return before == 1 && p.window_right >= 0 ? 0 : before;
     }
-    // Whether that was the last part of the block.
-    __device__ __forceinline__ bool advance() {
-        const bool is_last = ++part == num_parts;
-        if (is_last) {
-            part = 0;
-            work.advance(head_idx, m);
-        }
-        return is_last;
-    }
+    __device__ __forceinline__ void advance() { work.advance(head_idx, m); }
 };
 
 // Adds a consumer's parts of dq to their sums, block by block, in its turn where there are turns.
@@ -241,19 +231,17 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
     using Shared = BackwardShared<C>;
     const bool is_first_lane = threadIdx.x % 32 == 0;
     const bool has_turns = p.workspace.sums.has_turns;
+    const int num_parts = consumer == 0 ? C::kFirstParts : C::kDqParts - C::kFirstParts;
     Turns<C> at(p, work, consumer);
     int passed = 0;
 #pragma unroll 1
-    for (int left = work.num_iterations; left > 0;) {
-        const int panel = C::panel_of(at.first_part + at.part);
-        float* sums = p.workspace.dq_sums + at.block() * (C::kBlockM * C::kHeadDim) +
-                      panel * (C::kDqBytes / 4);
-        // Of its four tiles of 16 rows, those with rows of the sequence.
+    for (int left = work.num_iterations; left > 0; --left) {
+        float* sums = p.workspace.dq_sums + at.block() * (C::kBlockM * C::kHeadDim);
+        // Of a part's four tiles of 16 rows, those with rows of the sequence.
         const int first_row = at.m * C::kBlockM + (C::kSplitsRows ? 64 * consumer : 0);
         const int tiles = max(0, min(4, ceil_div(work.seqlen_q - first_row, kTileRows)));
-        const int bytes = tiles * (C::part_bytes(panel) / 4);
-        // Before there is anything to add: it has mostly been passed on by then.
         if (has_turns && is_first_lane) {
+            // Before there is anything to add: it has mostly been passed on by then.
             const int earlier = at.earlier();
             // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may pass it.
             while (passed < earlier) {
@@ -261,33 +249,33 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
             }
             fence_proxy_async_global();
         }
-        named_barrier_sync(Shared::kDqBarrier + consumer, Shared::kDqThreads);
-        if (is_first_lane) {
-            if (bytes > 0) {
-                bulk_reduce_add(sums, shared.base + C::kDq + consumer * C::kDqBytes, bytes);
+#pragma unroll 1
+        for (int part = 0; part < num_parts; ++part) {
+            named_barrier_sync(Shared::kDqBarrier + consumer, Shared::kDqThreads);
+            if (is_first_lane) {
+                const int panel = C::panel_of(consumer * C::kFirstParts + part);
+                const int bytes = tiles * (C::part_bytes(panel) / 4);
+                if (bytes > 0) {
+                    bulk_reduce_add(sums + panel * (C::kDqBytes / 4),
+                                    shared.base + C::kDq + consumer * C::kDqBytes, bytes);
+                }
+                tma_store_commit();
+                tma_store_wait<0>();
+                mbarrier_arrive(shared.dq_empty(consumer));
             }
-            tma_store_commit();
-            tma_store_wait<0>();
-            mbarrier_arrive(shared.dq_empty(consumer));
+            __syncwarp();
         }
-        __syncwarp();
-        const bool is_first_part = at.part == 0, is_last_part = at.advance();
-        left -= is_last_part ? 1 : 0;
-        if (has_turns && is_first_lane) {
-            // The next turn is looked at while the sums are on their way.
-            passed = left > 0 ? ld_acquire(at.turn()) : 0;
-            if (!is_first_part) {
-                tma_store_wait_all<1>();
-                fence_proxy_async_global();
-                st_shared_release(shared.added(consumer), ++added);
-            }
-            if (is_last_part) {
+        at.advance();
+        if (has_turns) {
+            if (is_first_lane) {
+                // The next turn is looked at while the sums are on their way.
+                passed = left > 1 ? ld_acquire(at.turn()) : 0;
                 tma_store_wait_all<0>();
                 fence_proxy_async_global();
                 st_shared_release(shared.added(consumer), ++added);
             }
+            __syncwarp();
         }
-        __syncwarp();
     }
 }
 
@@ -299,19 +287,23 @@ __device__ __forceinline__ void pass_turns(const BackwardParameters<typename C::
                                            const BackwardShared<C>& shared,
                                            const BackwardWork& work, int& added) {
     if (p.workspace.sums.has_turns) {
-        const int lane_idx = threadIdx.x % 32, consumer = lane_idx % C::kConsumers;
+        const int lane_idx = threadIdx.x % 32;
+        const int num_turns = C::kHasOwnTurns ? C::kConsumers : 1, consumer = lane_idx % num_turns;
         Turns<C> at(p, work, consumer);
-        const int all = added + work.num_iterations * at.num_parts;
+        const int all = added + work.num_iterations;
 #pragma unroll 1
         while (__any_sync(kAllLanes, added < all)) {
-            const int there = min(ld_shared_acquire(shared.added(consumer)), all);
+            int there = min(ld_shared_acquire(shared.added(consumer)), all);
+            if constexpr (!C::kHasOwnTurns) {
+                there = min(there, ld_shared_acquire(shared.added(1)));
+            }
             // One for all, as it takes the longest.
             if (__any_sync(kAllLanes, there > added)) {
                 fence_gpu();
             }
 #pragma unroll 1
             for (; added < there; ++added) {
-                if (lane_idx < C::kConsumers) {
+                if (lane_idx < num_turns) {
                     red_add(at.turn(), 1);
                 }
                 at.advance();

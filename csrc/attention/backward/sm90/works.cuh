@@ -22,17 +22,17 @@ struct Sums {
 
 // What the kernels leave each other, part by part in one piece of memory: `num_rows` rows of each
 // of the sums of dq, of lse in units of log 2 and of delta, a counter, the order of ragged
-// sequences, then the turns of each block of queries of each of the sums: each part of dq has its
-// own, as they come at different times, and follow those before them sooner.
+// sequences, then the turns of each block of queries of each of the sums: a consumer's own, whose
+// parts of dq have nothing in common with the other's, or those of both.
 struct Workspace {
-    static constexpr int kTurns = 4;  // of a block: parts of the widest heads
+    static constexpr int kTurns = 2;  // of a block
 
     int64_t num_rows;
     Sums sums;
     float *dq_sums, *lse, *delta;
     int* taken;  // works of the main kernel's blocks after their first ones
     int* order;  // RaggedKeys
-    int* turns;  // [sum][block][part], or null
+    int* turns;  // [sum][block][consumer], or null
 
     // num_ordered: numbers of the order.
     __device__ __forceinline__ Workspace(float* memory, int64_t num_rows_, int padded_head_dim,

@@ -41,7 +41,7 @@ _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 1 << 15
 _MAX_BLOCKS = 1 << 30
 _FEW_WORKS = 2  # a multiprocessor
-_TURNS = 4  # of a block of queries and a sum: Workspace::kTurns
+_TURNS = 2  # of a block of queries and a sum: Workspace::kTurns
 
 
 class Body(NamedTuple):

@@ -45,10 +45,10 @@ _TURNS_BYTES, _FEW_BYTES = 25 << 20, 67 << 20
 # round's bytes on all multiprocessors.
 _CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES = 110 << 20, 72 << 20, 95 << 20
 _CLOSE_BYTES = 20 << 20
-# What the L2 gives again between one block of keys and the next one of a pair, of staggered ones,
-# too; what each doubling beyond it costs wide heads that stay close, and causal ones.
-_AGAIN_BYTES, _STAGGERED_BYTES = 31 << 20, 26 << 20
-_APART, _APART_CAUSAL = 0.25, 0.1
+# What the L2 gives again between one block of keys and the next one of a pair, by tiles, and of
+# staggered ones; what each doubling beyond it costs wide heads that stay close, and causal ones.
+_NARROW_AGAIN_BYTES, _AGAIN_BYTES, _STAGGERED_BYTES = 25 << 20, 31 << 20, 26 << 20
+_APART, _APART_CAUSAL = 0.12, 0.1
 # Of causal ones of wide heads, so many sums that nobody waits: what more they cost.
 _MANY_SUMS = 1.5
 
@@ -75,7 +75,7 @@ class Traffic(NamedTuple):
 
     def together(
         self, num_pairs: int, num_sms: int, *, is_large: bool, is_causal: bool,
-        has_window: bool = False,
+        window_bytes: int = 0,
     ) -> list[int]:  # fmt: skip
         """How many pairs may run at a time: what the L2 holds. Of few keys at a time, so that few
         wait for each other as they begin; where these move on together they need no more, nor do
@@ -87,10 +87,13 @@ class Traffic(NamedTuple):
             max(1, each // max(1, self.pair_bytes))
             for each in (_TURNS_BYTES, _FEW_BYTES, _CAUSAL_BYTES, _WIDE_BYTES, _APART_BYTES)
         )
-        again = max(1, _AGAIN_BYTES // max(1, self.pair_bytes))
+        again = _AGAIN_BYTES if self.is_wide else _NARROW_AGAIN_BYTES
+        again = max(1, again // max(1, self.pair_bytes))
         if is_close:
             most = max(most, few_keys)
-        if not (is_causal or has_window):
+        if window_bytes and not is_close:  # each block of keys begins where the one before it has
+            found = [max(1, _FEW_BYTES // window_bytes)]
+        elif not (is_causal or window_bytes):
             found = [again] if is_large else [again, max(again, few_keys)]
         elif is_close:
             fewer = max(1, most // 2)
@@ -100,7 +103,7 @@ class Traffic(NamedTuple):
         else:
             found = [most, max(most, min(max(few_keys, 2 * most), room))]
         groups = [-(-num_pairs // n) for n in found]
-        if is_causal and not (is_close and has_window):
+        if is_causal and not window_bytes:
             limit = apart if not is_close else wide if self.is_wide else causal
             more = max(most, min(2 * few_keys, limit))
             groups = [*([] if is_large else groups), max(1, round(num_pairs / more))]
@@ -150,7 +153,11 @@ def turns(
     orders = [
         (together, False)
         for together in read.together(
-            free.total, num_sms, is_large=is_large, is_causal=is_causal, has_window=has_window
+            free.total,
+            num_sms,
+            is_large=is_large,
+            is_causal=is_causal,
+            window_bytes=max(of_blocks) * read.round_bytes if has_window else 0,
         )
     ]
     if is_causal and not (has_window or is_ragged):
