@@ -29,6 +29,8 @@ FLOORS = (
     "prompts alone + decode steps", "a decode step",
 )  # fmt: skip
 DRAWN, UNCOUNTED = ("by lot ", "sweep "), ", not counted"  # of families' names
+# Rows of their own, and ours beside itself: no line among those beside peers.
+APART = ("launch", "start", "by lot backward_deterministic")
 # Fixed families whose cases drawn by lot have another name, or several.
 DRAWN_OF = {"attention": "prefill", "attention_backward": "backward", "decode": "decode_contiguous"}
 BEHIND = 1.05  # of cases drawn by lot, those over this are listed
@@ -263,14 +265,14 @@ class Found(NamedTuple):
 def ratios_of_families(families: Iterable[Family]) -> dict[str, Found]:
     """Those drawn by lot, over all their seeds, instead of the fixed cases of the same op.
 
-    Cases that do not count (a peer that was asked for did not run) are only told, and launches are
-    left out: each is a row of its own.
+    Cases that do not count (a peer that was asked for did not run) are only told; APART are left
+    out.
     """
     fixed: dict[str, Found] = {}
     drawn: dict[str, list[list[float]]] = {}
     uncounted: dict[str, int] = {}
     for family in families:
-        if not family.ratios or family.name in ("launch", "start"):
+        if not family.ratios or family.name in APART:
             continue
         name = family.name.removeprefix(DRAWN[0])
         if not family.is_drawn:

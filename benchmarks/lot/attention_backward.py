@@ -1,8 +1,10 @@
-"""Contenders of attention's backward: its kernels alone, or forward and backward from Python."""
+"""Contenders of attention's backward: its kernels alone, in any order of adds or in one, or forward
+and backward from Python."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from .contenders import DTYPES, Contender, Expected, Launch, Made, Peer, Source,
 
 Grads = tuple[torch.Tensor, ...]
 _SEVERAL_PAIRS = 1 << 28  # of a key head: up to it more than one is looked at
+ANY_ORDER = "in any order"
 
 
 class Operands(NamedTuple):
@@ -140,6 +143,27 @@ def make(lot: AttentionLot, source: Source) -> Made:
     return Made(Contender(launches, written, case.expected), case.peers(ways), case.is_rotated)
 
 
+def make_ordered(lot: AttentionLot, source: Source) -> Made:
+    """The kernels of the backward with dq's sums in one order, beside the same in any."""
+    case = _Case(lot, source)
+
+    def contender(deterministic: bool) -> Contender:
+        grads = [tuple(torch.empty_like(x) for x in given[:3]) for given in case.sets]
+        launches = [
+            functools.partial(
+                backward_portable.backward, case.problem(given), given.out, given.lse, given.dout,
+                *each, deterministic=deterministic,
+            )
+            for given, each in zip(case.sets, grads, strict=True)
+        ]  # fmt: skip
+        first = grads[0]
+        written = Written(first, lambda: case.sample(first), has_same_bits=deterministic)
+        return Contender(launches, written, case.expected)
+
+    free = Peer((), functools.partial(contender, False))
+    return Made(contender(True), {ANY_ORDER: free}, case.is_rotated)
+
+
 def make_eager(lot: AttentionLot, source: Source) -> Made:
     """Forward and backward through autograd, timed as Python calls them."""
     case = _Case(lot, source)
@@ -190,45 +214,74 @@ class _Case:
 
     def __init__(self, lot: AttentionLot, source: Source) -> None:
         self.lot, self.dtype = lot, DTYPES[lot.dtype]
+        heads, kv_heads, _ = lot.heads
+        self.group = heads // kv_heads
+        # Of ragged sequences, which lie side by side.
+        self.bounds = [0, *itertools.accumulate(lot.seqlens_q)] if lot.is_ragged else []
+        self.table = torch.tensor(self.bounds, dtype=torch.int32, device=source.device)
         count = source.num_sets(lot.num_bytes)
         self.sets = [self._operands(source) for _ in range(count)]
         self.is_rotated = source.is_rotated(count, lot.num_bytes)
-        heads, kv_heads, _ = lot.heads
-        self.group = heads // kv_heads
         self.picks = [(lot.batch_size - 1, kv_heads - 1)]  # (sequence, key head)
         if lot.pairs * self.group < _SEVERAL_PAIRS * lot.batch_size and heads > self.group:
             self.picks.append((0, 0))
         self.expected = [each for pick in self.picks for each in self._expected(*pick)]
 
+    def problem(self, given: Operands) -> Problem:
+        """What our kernels are asked."""
+        lot, longest = self.lot, max(self.lot.seqlens_q)
+        left, right = lot.window
+        return Problem(
+            *given[:3], lot.batch_size, longest, longest, 1 / math.sqrt(lot.heads[2]), left,
+            0 if lot.is_causal else right, cu_seqlens_q=self.table if self.bounds else None,
+            cu_seqlens_k=self.table if self.bounds else None,
+        )  # fmt: skip
+
     def _operands(self, source: Source) -> Operands:
         lot = self.lot
         heads, kv_heads, head_dim = lot.heads
-        rows = (lot.batch_size, lot.seqlens_q[0])
+        rows = (sum(lot.seqlens_q),) if self.bounds else (lot.batch_size, lot.seqlens_q[0])
         q, dout = (source.normal(*rows, heads, head_dim, dtype=self.dtype) for _ in range(2))
         k, v = (source.normal(*rows, kv_heads, head_dim, dtype=self.dtype) for _ in range(2))
-        out, lse = flash_attention(q, k, v, causal=lot.is_causal, return_lse=True)
+        tables: dict[str, Any] = {}
+        if self.bounds:
+            longest = max(lot.seqlens_q)
+            tables = {
+                "cu_seqlens_q": self.table, "cu_seqlens_k": self.table,
+                "max_seqlen_q": longest, "max_seqlen_k": longest,
+            }  # fmt: skip
+        out, lse = flash_attention(
+            q, k, v, causal=lot.is_causal, window_size=lot.window, return_lse=True, **tables
+        )
         return Operands(q, k, v, dout, out, lse)
 
-    def _of(self, sequence: int, kv_head: int) -> tuple[slice, slice, slice]:
+    def _of(self, x: torch.Tensor, sequence: int, heads: slice) -> torch.Tensor:
+        """Some heads of a sequence, which stays a dimension."""
+        if self.bounds:
+            x, sequence = x[self.bounds[sequence] : self.bounds[sequence + 1]][None], 0
+        return x[sequence : sequence + 1, :, heads]
+
+    def _heads(self, kv_head: int) -> tuple[slice, slice]:
+        """Those of q and of k."""
         first = kv_head * self.group
-        return (
-            slice(sequence, sequence + 1), slice(first, first + self.group),
-            slice(kv_head, kv_head + 1),
-        )  # fmt: skip
+        return slice(first, first + self.group), slice(kv_head, kv_head + 1)
 
     def _expected(self, sequence: int, kv_head: int) -> list[Expected]:
         """dq of a key head's query heads; dk and dv, summed over them one by one."""
-        at, heads, of_keys = self._of(sequence, kv_head)
-        q, k, v, dout = self.sets[0][:4]
+        heads, of_keys = self._heads(kv_head)
+        q, dout, k, v = (
+            self._of(self.sets[0][i], sequence, each)
+            for i, each in ((0, heads), (3, heads), (1, of_keys), (2, of_keys))
+        )
+        how = {"causal": self.lot.is_causal, "window_size": self.lot.window}
         found = []
         for dtype in (torch.float64, self.dtype):
             parts = [
                 reference_attention_backward(
-                    q[at, :, i : i + 1], k[at, :, of_keys], v[at, :, of_keys],
-                    dout[at, :, i : i + 1], causal=self.lot.is_causal, dtype=dtype,
+                    q[:, :, i : i + 1], k, v, dout[:, :, i : i + 1], **how, dtype=dtype
                 )
-                for i in range(heads.start, heads.stop)
-            ]  # fmt: skip
+                for i in range(self.group)
+            ]
             dq, dk, dv = zip(*parts, strict=True)
             found.append((torch.cat(dq, 2), sum(dk), sum(dv)))
         return [Expected(truth, own) for truth, own in zip(*found, strict=True)]
@@ -236,15 +289,15 @@ class _Case:
     def sample(self, grads: Grads) -> Sequence[torch.Tensor]:
         """What is looked at of dq, dk and dv; those of query heads are summed."""
         found = []
-        for pick in self.picks:
-            at, heads, of_keys = self._of(*pick)
+        for sequence, kv_head in self.picks:
+            heads, of_keys = self._heads(kv_head)
             dq, dk, dv = grads
-            found.append(dq[at, :, heads])
+            found.append(self._of(dq, sequence, heads))
             for grad in (dk, dv):
-                if grad.shape[2] == dq.shape[2] and self.group > 1:
-                    found.append(grad[at, :, heads].sum(2, keepdim=True))
+                if grad.shape[-2] == dq.shape[-2] and self.group > 1:
+                    found.append(self._of(grad, sequence, heads).sum(2, keepdim=True))
                 else:
-                    found.append(grad[at, :, of_keys])
+                    found.append(self._of(grad, sequence, of_keys))
         return found
 
     def contender(self, launch_of: Callable[[Operands], Callable[[], Grads]]) -> Contender:

@@ -18,7 +18,9 @@ FP8_STEP = 16
 _MOST_FLOPS, _MOST_BYTES = 1.6e12, 4 << 30
 _MOST_TOKENS = 1 << 16
 _DECODED = ("decode_contiguous", "decode_paged")
-_TRAINED = ("backward", "backward_eager")
+# In one order of adds: dense, ragged and through windows.
+ORDERED = "backward_deterministic"
+_TRAINED = ("backward", "backward_eager", ORDERED)
 FAMILIES = (
     "prefill", "varlen", "paged", "window", "chunked", "softcap", *_TRAINED, "attention_fp8",
     *_DECODED,
@@ -83,7 +85,7 @@ class AttentionLot:
     @property
     def num_flops(self) -> int:
         """Two products a pair; five in the backward."""
-        products = {"backward": 5, "backward_eager": 7}.get(self.family, 2)
+        products = {"backward": 5, ORDERED: 5, "backward_eager": 7}.get(self.family, 2)
         return 2 * products * self.pairs * self.heads[0] * self.heads[2]
 
     @property
@@ -145,9 +147,11 @@ def draw(family: str, seed: int, number: int) -> AttentionLot:
         return _chunked(lots, found)
     if family == "paged":
         return _paged(lots, found)
-    if family == "varlen":
+    # Two of five of them are like those of the backward.
+    kind = lots.choice(("", "", "varlen", "varlen", "window")) if family == ORDERED else family
+    if kind == "varlen":
         return _varlen(lots, found)
-    if family == "window":
+    if kind == "window":
         left = model.window or lots.choice((64, 127, 255, 511, 1023, 2047, 4095))
         found = replace(found, window=(left, 0 if is_causal else left))
     if family == "softcap":
@@ -158,7 +162,8 @@ def draw(family: str, seed: int, number: int) -> AttentionLot:
         found = replace(found, dtype="e4m3")
     if family == "backward_eager":  # where the host can be the limit
         return _alike(lots, found, 4096, 1 << 15)
-    return _alike(lots, found, 8192 if family == "backward" else 1 << 15, _MOST_TOKENS)
+    longest = 8192 if family in ("backward", ORDERED) else 1 << 15
+    return _alike(lots, found, longest, _MOST_TOKENS)
 
 
 def _model(lots: random.Random, family: str) -> tuple[str, Attending, tuple[int, int]]:

@@ -46,6 +46,7 @@ _ATTENTION: dict[str, Callable[[attention_shapes.AttentionLot, Source], Made]] =
     **dict.fromkeys(attention_shapes.FAMILIES, attention.make),
     "backward": attention_backward.make,
     "backward_eager": attention_backward.make_eager,
+    attention_shapes.ORDERED: attention_backward.make_ordered,
 }
 _SDPA = dict.fromkeys(sdpa_shapes.FAMILIES, sdpa.make)
 FAMILIES: dict[str, Callable[[Any, Source], Made]] = {**_PRODUCTS, **_ATTENTION, **_SDPA}

@@ -25,8 +25,9 @@
 // A block takes one work after another, by a counter, and q and dout of the next one come while the
 // last one ends: 3 us of the 7 that a work costs beside its rounds.
 // The keys that most queries see come first, within groups of heads whose q, dout and dq stay in
-// the L2. dk and dv have one order of summation. dq has one where there are turns: a block then
-// adds its part of a block of queries after the blocks of lower keys.
+// the L2; in turns causal groups are staggered (Works::find_alike). dk and dv have one order of
+// summation. dq has one where there are turns: a block then adds its part of a block of queries
+// after the blocks of lower keys.
 //
 // Turns. Nobody waits for ever, however few blocks run at a time: works are taken in the order of
 // their indices by blocks that run, and one waits for works of lower indices alone, of which the
@@ -34,8 +35,9 @@
 // and blocks begin in that order.) Nobody waits for long: all keys of a head begin at the last
 // queries, heads of a group go through them together (not through a window), so that one that
 // began later, or sees fewer queries, stays behind; and several pairs run a few blocks of keys at a
-// time. dq may have several sums: block i of the keys adds to sum i % num_sums, of causal ones the
-// first two as they come, and convert adds those up.
+// time. Works are parted by heads, uneven ones too, or by queries, alike for all keys. dq may have
+// several sums: block i of the keys adds to sum i % num_sums, of causal ones the first two as they
+// come, and convert adds those up.
 //
 // Main kernel. Warpgroup 0: a warp loads by TMA; two warps add the consumers' parts of dq to their
 // sums by the TMA's reductions; the fourth passes turns on, whose fences would hold those up.
@@ -138,9 +140,7 @@ __device__ __forceinline__ void attention_backward_sm90(
     const bool has_first =
         C::kFindsFirst && !p.cu_seqlens_k && (is_all || !p.workspace.sums.has_turns);
     if (has_first && threadIdx.x == 0) {
-        const Place place =
-            p.works.find_dense(BackwardWork::work_of<C>(p, blockIdx.x), p.works.num_pairs,
-                               p.works.num_blocks, p.works.pairs_per_group);
+        const Place place = p.works.find_alike(BackwardWork::work_of<C>(p, blockIdx.x));
         shared.work(0).template begin<C>(p, true, blockIdx.x, place, 0, 0);
     }
     __syncthreads();
@@ -192,10 +192,10 @@ __device__ __forceinline__ void attention_backward_sm90(
             const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,            \
             int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                \
             int64_t dv_row_stride, int64_t dv_head_stride, int64_t parts_at, int num_blocks,       \
-            int num_pairs, int pairs_per_group, int num_kv_heads, int num_works, int first_parted, \
-            int num_parts, int64_t num_blocks_q, int seqlen_q, int seqlen_k, int total_q,          \
-            int total_k, int group, int head_dim, int window_left, int window_right, int sums,     \
-            float softmax_scale) {                                                                 \
+            int num_pairs, int pairs_per_group, int first_size, int first_half, int num_kv_heads,  \
+            int num_works, int first_parted, int num_parts, int64_t num_blocks_q, int seqlen_q,    \
+            int seqlen_k, int total_q, int total_k, int group, int head_dim, int window_left,      \
+            int window_right, int sums, float softmax_scale) {                                     \
             attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                         \
                 {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                       \
                  .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                       \
@@ -212,8 +212,8 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .cu_seqlens_k = cu_seqlens_k,                                                     \
                  .cache_seqlens = cache_seqlens,                                                   \
                  .num_blocks_q = num_blocks_q,                                                     \
-                 .works = {num_blocks, num_pairs, pairs_per_group, num_kv_heads, num_works,        \
-                           first_parted, num_parts},                                               \
+                 .works = {num_blocks, num_pairs, pairs_per_group, first_size, first_half,         \
+                           num_kv_heads, num_works, first_parted, num_parts},                      \
                  .seqlen_q = seqlen_q,                                                             \
                  .seqlen_k = seqlen_k,                                                             \
                  .total_q = total_q,                                                               \
@@ -250,38 +250,38 @@ __device__ __forceinline__ void attention_backward_sm90(
                 {cu_seqlens_k, seqlen_k, total_k, block_n, batch_size, nullptr});                \
         })
 
-#define EXPORT_CONVERT(NAME, T)                                                                  \
-    DESCRIBED(                                                                                   \
-        flash_attention_backward_sm90_##NAME##_convert,                                          \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                 \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                      \
-        extern "C" __global__ void                                                               \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                   \
-            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,    \
-            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,       \
-            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,              \
-            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,              \
-            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group,                \
-            int num_kv_heads, int num_works, int first_parted, int num_parts,                    \
-            int64_t num_blocks_q, int batch_size, int num_tiles, int seqlen_q, int total_q,      \
-            int head_dim, int padded_head_dim, int block_m, int num_heads, int seqlen_k,         \
-            int total_k, int block_n, int sums, float softmax_scale) {                           \
-            attention_convert_sm90<T>(                                                           \
-                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, workspace,                 \
-                {cu_seqlens_q, num_blocks_q, batch_size, num_tiles, seqlen_q, total_q, head_dim, \
-                 padded_head_dim, block_m},                                                      \
-                num_heads,                                                                       \
-                {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                           \
-                 {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                           \
-                 reinterpret_cast<const T*>(workspace + parts_at),                               \
-                 {num_blocks, num_pairs, pairs_per_group, num_kv_heads, num_works, first_parted, \
-                  num_parts},                                                                    \
-                 {cu_seqlens_k, seqlen_k, total_k, block_n, batch_size,                          \
-                  reinterpret_cast<int*>(workspace +                                             \
-                                         num_heads * num_blocks_q * block_m *                    \
-                                             (Sums(sums).num_sums * padded_head_dim + 2)) +      \
-                      1}},                                                                       \
-                Sums(sums).num_sums, num_heads * num_blocks_q * block_m, softmax_scale);         \
+#define EXPORT_CONVERT(NAME, T)                                                                   \
+    DESCRIBED(                                                                                    \
+        flash_attention_backward_sm90_##NAME##_convert,                                           \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                  \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                       \
+        extern "C" __global__ void                                                                \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                    \
+            T* dq, float* workspace, const int* cu_seqlens_q, const int* cu_seqlens_k, T* dk,     \
+            T* dv, int64_t dq_batch_stride, int64_t dq_row_stride, int64_t dq_head_stride,        \
+            int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,               \
+            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,               \
+            int64_t parts_at, int num_blocks, int num_pairs, int pairs_per_group, int first_size, \
+            int first_half, int num_kv_heads, int num_works, int first_parted, int num_parts,     \
+            int64_t num_blocks_q, int batch_size, int num_tiles, int seqlen_q, int total_q,       \
+            int head_dim, int padded_head_dim, int block_m, int num_heads, int seqlen_k,          \
+            int total_k, int block_n, int sums, float softmax_scale) {                            \
+            attention_convert_sm90<T>(                                                            \
+                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, workspace,                  \
+                {cu_seqlens_q, num_blocks_q, batch_size, num_tiles, seqlen_q, total_q, head_dim,  \
+                 padded_head_dim, block_m},                                                       \
+                num_heads,                                                                        \
+                {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                            \
+                 {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                            \
+                 reinterpret_cast<const T*>(workspace + parts_at),                                \
+                 {num_blocks, num_pairs, pairs_per_group, first_size, first_half, num_kv_heads,   \
+                  num_works, first_parted, num_parts},                                            \
+                 {cu_seqlens_k, seqlen_k, total_k, block_n, batch_size,                           \
+                  reinterpret_cast<int*>(workspace +                                              \
+                                         num_heads * num_blocks_q * block_m *                     \
+                                             (Sums(sums).num_sums * padded_head_dim + 2)) +       \
+                      1}},                                                                        \
+                Sums(sums).num_sums, num_heads * num_blocks_q * block_m, softmax_scale);          \
         })
 
 // head_dim, then kBlockM.

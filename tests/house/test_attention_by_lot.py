@@ -241,6 +241,7 @@ BESIDE = {
     "softcap": {"FlashAttention-3"},
     "backward": {"FlashAttention-3"},
     "backward_eager": {"FlashAttention-3"},
+    "backward_deterministic": {"in any order"},
     "attention_fp8": {"FlashAttention-3"},
     "decode_contiguous": {"FlashAttention-3", "FlashInfer", "torch flash"},
     "decode_paged": {"FlashAttention-3", "FlashInfer"},

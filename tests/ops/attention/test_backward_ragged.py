@@ -52,4 +52,4 @@ def test_whole_sequences_go_together_or_heads_of_one() -> None:
 
 def test_parts_without_turns_become_those_there_are_with_them() -> None:
     found = [parts_in_turns(*each) for each in ((6, 5), (4, 7), (3, 2), (12, 2), (16, 1), (1, 3))]
-    assert found == [5, 1, 2, 12, 16, 1]
+    assert found == [5, 4, 2, 12, 16, 1]

@@ -2,8 +2,9 @@
 
 A launch's works have indices. Blocks take them in that order, one that goes on its next one before
 it has ended the last. Each round of a work adds to one of the sums of a block of queries, after
-`earlier` others have (`BackwardWork` of plan.cuh). None may wait for ever, and a sum must have one
-order, but for its first two: 0, a and b make what 0, b and a do.
+`earlier` others have (`BackwardWork` of plan.cuh): each of a block's two consumers to its own part
+of it, no more than a round before the other. None may wait for ever, and a sum must have one order,
+but for its first two: 0, a and b make what 0, b and a do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kernel_hub.ops.attention.backward.works import Pairs, Parting, Traffic, Turns, turns
+from kernel_hub.ops.attention.backward.turns import Traffic, Turns, turns
+from kernel_hub.ops.attention.backward.works import Pairs, Parting
 
 PLANS = 3000
 
@@ -49,9 +51,11 @@ def drawn(lots: random.Random) -> Drawn:
     plan = turns(lengths, window, tile, group, free, read, num_sms, goes_on=goes_on)
     if lots.random() < 0.7:  # any that the kernel could be given
         num_works = -(-lengths[1] // tile[1]) * num_pairs
-        count = lots.choice((1, group, group * lots.choice((2, 3))))
+        count = lots.choice((1, group, lots.randrange(1, group + 1), group * lots.choice((2, 3))))
         parted = Parting(lots.randrange(num_works + 1) if count > 1 else num_works, count)
-        plan = Turns(lots.choice((1, 1, 2, 3)), lots.randrange(1, num_pairs + 1), parted)
+        plan = Turns(
+            lots.choice((1, 1, 2, 3)), lots.randrange(1, num_pairs + 1), parted, lots.random() < 0.5
+        )
     return Drawn(lengths, window, tile, group, num_pairs, goes_on, plan)
 
 
@@ -67,6 +71,21 @@ def blocks_of(drawn: Drawn, key_block: int) -> range:
     )
 
 
+def order(num_pairs: int, num_blocks: int, plan: Turns) -> list[tuple[int, int]]:
+    """(pair, block of keys) of each work."""
+    firsts = range(0, num_pairs, plan.together)
+    smaller = num_pairs - firsts[-1]  # the first group
+    groups = [range(max(0, smaller + i - plan.together), smaller + i) for i in firsts]
+    half = (num_blocks + 1) // 2 if plan.is_staggered else num_blocks
+    found = []
+    for group, after in itertools.pairwise([range(0), *groups, range(0)]):
+        for i in range(half):
+            if half + i < num_blocks:
+                found += [(pair, half + i) for pair in group]
+            found += [(pair, i) for pair in after]
+    return found
+
+
 def works(drawn: Drawn) -> list[list[Round]]:
     """The rounds of each index, in their order."""
     (seqlen_q, seqlen_k), (window_left, right), (block_m, block_n), group, num_pairs, _, plan = (
@@ -78,28 +97,26 @@ def works(drawn: Drawn) -> list[list[Round]]:
     by_queries = count // by_heads
     most = math.ceil(math.ceil(seqlen_q / block_m) / by_queries)
     found: list[list[Round]] = []
-    for first_pair in range(0, num_pairs, plan.together):
-        for key_block in range(num_blocks):
-            for pair in range(first_pair, min(num_pairs, first_pair + plan.together)):
-                is_parted = len(found) >= first
-                for nth in range(count if is_parted else 1):
-                    blocks, heads = blocks_of(drawn, key_block), range(group)
-                    if is_parted:
-                        heads = range(group // by_heads * (nth // by_queries), group)
-                        heads = heads[: group // by_heads]
-                        begin = nth % by_queries * most
-                        blocks = range(max(blocks.start, begin), min(blocks.stop, begin + most))
-                    places = [(m, head) for m in reversed(blocks) for head in heads]
-                    if 0 <= 2 * window_left <= seqlen_q:  # head by head
-                        places = [(m, head) for head in heads for m in reversed(blocks)]
-                    rounds = []
-                    for m, head in places:
-                        start = key_block * block_n - (seqlen_k - seqlen_q) + left
-                        earlier = min(key_block, -((m * block_m - start) // block_n))
-                        before = earlier // plan.sums
-                        place = pair, key_block % plan.sums, m, head
-                        rounds.append(Round(place, 0 if before == 1 and right >= 0 else before))
-                    found.append(rounds)
+    for pair, key_block in order(num_pairs, num_blocks, plan):
+        is_parted = len(found) >= first
+        for nth in range(count if is_parted else 1):
+            blocks, heads = blocks_of(drawn, key_block), range(group)
+            if is_parted:
+                part = nth // by_queries
+                heads = range(part * group // by_heads, (part + 1) * group // by_heads)
+                begin = nth % by_queries * most
+                blocks = range(max(blocks.start, begin), min(blocks.stop, begin + most))
+            places = [(m, head) for m in reversed(blocks) for head in heads]
+            if 0 <= 2 * window_left <= seqlen_q:  # head by head
+                places = [(m, head) for head in heads for m in reversed(blocks)]
+            rounds = []
+            for m, head in places:
+                start = key_block * block_n - (seqlen_k - seqlen_q) + left
+                earlier = min(key_block, -((m * block_m - start) // block_n))
+                before = earlier // plan.sums
+                place = pair, key_block % plan.sums, m, head
+                rounds.append(Round(place, 0 if before == 1 and right >= 0 else before))
+            found.append(rounds)
     return found
 
 
@@ -129,28 +146,35 @@ class Block:
 def added(
     of_works: Sequence[Sequence[Round]], num_blocks: int, goes_on: bool, lots: random.Random,
     num_own: int = 0,
-) -> dict[tuple[int, int, int, int], list[int]]:  # fmt: skip
-    """Which works have added to each sum, in what order, by blocks that are as quick as it happens.
+) -> dict[tuple[int, ...], list[int]]:  # fmt: skip
+    """Which works have added to each consumer's part of a sum, in what order, by blocks that are as
+    quick as it happens.
 
     num_own: that many are of one block each, running or not. Raises RuntimeError where all wait."""
     indices = iter(range(num_own, len(of_works)))
     own = [itertools.chain(range(i, min(num_own, i + 1)), indices) for i in range(num_blocks)]
     blocks = [Block(each, goes_on) for each in own]
-    done = [0] * len(of_works)
-    sums: dict[tuple[int, int, int, int], list[int]] = {}
+    done = [[0, 0] for _ in of_works]
+    sums: dict[tuple[int, ...], list[int]] = {}
     while running := [block for block in blocks if block.work is not None]:
         has_moved = False
         for block in lots.sample(running, len(running)):
             index = block.work
             assert index is not None
-            for place, earlier in of_works[index][done[index] :]:
-                if len(sums.get(place, ())) < earlier or lots.random() < 0.3:
-                    has_moved |= len(sums.get(place, ())) >= earlier
+            rounds, own_done = of_works[index], done[index]
+            while (least := min(own_done)) < len(rounds):
+                consumer = lots.randrange(2)
+                if own_done[consumer] > least:
+                    consumer = 1 - consumer
+                place, earlier = rounds[own_done[consumer]]
+                is_free = len(sums.get((*place, consumer), ())) >= earlier
+                if not is_free or lots.random() < 0.3:
+                    has_moved |= is_free
                     break
-                sums.setdefault(place, []).append(index)
-                done[index] += 1
+                sums.setdefault((*place, consumer), []).append(index)
+                own_done[consumer] += 1
                 has_moved = True
-            if done[index] == len(of_works[index]):
+            if min(own_done) == len(rounds):
                 block.end()
                 has_moved = True
         if not has_moved:
@@ -158,7 +182,7 @@ def added(
     return sums
 
 
-def ordered(sums: dict[tuple[int, int, int, int], list[int]]) -> dict[Any, Any]:
+def ordered(sums: dict[tuple[int, ...], list[int]]) -> dict[Any, Any]:
     """Each sum's works, the first two as a set."""
     return {place: ({*order[:2]}, order[2:]) for place, order in sums.items()}
 
@@ -178,7 +202,7 @@ def test_nobody_waits_for_ever_and_sums_have_one_order() -> None:
         for key_block in range(-(-case.lengths[1] // case.tile[1])):
             for m in blocks_of(case, key_block):
                 place = 0, key_block % case.plan.sums, m, 0
-                assert place in first, case
+                assert {(*place, 0), (*place, 1)} <= first.keys(), case
     assert num_turns > PLANS // 2
 
 
@@ -196,13 +220,14 @@ def test_the_model_sees_who_waits_for_ever() -> None:
     lots, a, b = random.Random(1), (0, 0, 0, 0), (0, 0, 1, 0)
     # Two works that go round in a circle, each behind the other in one place.
     circle = [[Round(a, 0), Round(b, 1)], [Round(b, 0), Round(a, 1)]]
-    assert added(circle, 2, False, lots) == {a: [0, 1], b: [1, 0]}
+    both = {(*a, i): [0, 1] for i in (0, 1)} | {(*b, i): [1, 0] for i in (0, 1)}
+    assert added(circle, 2, False, lots) == both
     with pytest.raises(RuntimeError, match="all wait"):
         added(circle, 1, False, lots)
     with pytest.raises(RuntimeError, match="all wait"):
         added(circle, 2, True, lots)  # one has both
     # Works that are of blocks which do not run yet.
     line = [[Round(a, i)] for i in range(4)]
-    assert added(line, 1, True, lots) == {a: [0, 1, 2, 3]}
+    assert added(line, 1, True, lots) == {(*a, i): [0, 1, 2, 3] for i in (0, 1)}
     with pytest.raises(RuntimeError, match="all wait"):
         added(line, 1, True, lots, num_own=2)

@@ -20,6 +20,7 @@ from kernel_hub.ops.attention.problem import Gradients, Problem
 from kernel_hub.testing.guard import Guarded
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward.sm90")
+ORDER: Any = importlib.import_module("kernel_hub.ops.attention.backward.turns")
 WORKS: Any = importlib.import_module("kernel_hub.ops.attention.backward.works")
 DRAWN = 12
 # A block of threads is emulated at some 10^6 scores a second.
@@ -127,7 +128,31 @@ def test_turns(
         head_dim=head_dim, num_heads=4, num_kv_heads=2, lengths_q=(150, 35, 90), lengths_k=lengths,
         layout="varlen", backward=True, deterministic=True, **options,
     )  # fmt: skip
-    plan = WORKS.Turns(sums, together, WORKS.Parting(*parted))
+    plan = ORDER.Turns(sums, together, WORKS.Parting(*parted))
+    monkeypatch.setattr(SM90, "turns", lambda *given, **more: plan)
+    with hopper_attention(monkeypatch, 3):
+        run(case, "cpu")
+    assert bodies
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("length", "together", "blocks"), [(300, 4, 1), (300, 1, 2), (129, 6, 1), (500, 5, 3)]
+)
+def test_staggered(
+    bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int, length: int, together: int,
+    blocks: int,
+) -> None:  # fmt: skip
+    # Six pairs, a smaller group first; blocks of keys that have halves, or a middle one; parts by
+    # heads, of which one has more.
+    lengths = (length if head_dim > 128 else 2 * length,) * 2
+    case = Case(
+        head_dim=head_dim, num_heads=15, num_kv_heads=3, lengths_q=(35, 35), lengths_k=lengths,
+        backward=True, deterministic=True, causal=True,
+    )  # fmt: skip
+    num_works = 6 * -(-lengths[0] // (64 if head_dim > 128 else 128))
+    parted = WORKS.Parting(0 if blocks > 1 else num_works, blocks)
+    plan = ORDER.Turns(1, together, parted, True)
     monkeypatch.setattr(SM90, "turns", lambda *given, **more: plan)
     with hopper_attention(monkeypatch, 3):
         run(case, "cpu")

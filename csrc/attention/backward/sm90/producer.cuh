@@ -21,8 +21,6 @@ struct BackwardProducer {
     const BackwardShared<C>& shared;
     int lane_idx;
     uint32_t foreign_parity = 0;
-    int stage = 0, dout_stage = 0;
-    uint32_t parity = 1, dout_parity = 1;
     int num_loaded = 0;  // works with a query
     bool has_waited = false;
 
@@ -145,7 +143,8 @@ struct BackwardProducer {
         const bool values_later = !has_waited;
         int head_idx = work.begin_head, m = work.begin_m;
 #pragma unroll 1
-        for (int left = work.num_iterations; left > 0; --left) {
+        for (int i = work.first_iteration; i <= work.last_iteration; ++i) {
+            const int stage = i % C::kStages, dout_stage = i % C::kDoutStages;
             const int first_query = m * C::kBlockM;
             const int row = work.first_row + first_query;
             const int rows = is_varlen_q ? work.seqlen_q - first_query : C::kBlockM;
@@ -153,7 +152,7 @@ struct BackwardProducer {
             if (is_first && !has_keys) {
                 load_keys(work, false);
             }
-            mbarrier_wait(shared.q_empty(stage), parity);
+            mbarrier_wait(shared.q_empty(stage), i / C::kStages % 2 ^ 1);
             if (lane_idx == 0) {
                 shared.place(stage) = m;
             }
@@ -164,7 +163,7 @@ struct BackwardProducer {
             if (is_first && !has_keys) {
                 load_keys(work, true);
             }
-            mbarrier_wait(shared.dout_empty(dout_stage), dout_parity);
+            mbarrier_wait(shared.dout_empty(dout_stage), i / C::kDoutStages % 2 ^ 1);
             load<C::kBlockM>(shared.base + C::kDout + dout_stage * C::kQBytes, p.dout,
                              shared.dout_full(dout_stage), row, head_idx, q_batch, rows,
                              shared.base + C::kDelta + dout_stage * C::kRowBytes,
@@ -185,35 +184,34 @@ struct BackwardProducer {
             }
             is_first = false;
             work.advance(head_idx, m);
-            if (++stage == C::kStages) {
-                stage = 0;
-                parity ^= 1;
-            }
-            if (++dout_stage == C::kDoutStages) {
-                dout_stage = 0;
-                dout_parity ^= 1;
-            }
         }
         ++num_loaded;
     }
 };
 
-// Where blocks take turns, the block of queries of which turn a block's work is about next.
+// Where blocks take turns, the block of queries of which a consumer's turn is about next.
 template <class C>
 struct Turns {
+    static_assert(C::kConsumers == Workspace::kTurns, "each has turns of its own");
     const BackwardParameters<typename C::T>& p;
     const BackwardWork& work;
-    int head_idx, m;
+    int consumer, head_idx, m;
 
     __device__ __forceinline__ Turns(const BackwardParameters<typename C::T>& p_,
-                                     const BackwardWork& work_)
-        : p(p_), work(work_), head_idx(work.begin_head), m(work.begin_m) {}
+                                     const BackwardWork& work_, int consumer_)
+        : p(p_),
+          work(work_),
+          consumer(C::kHasOwnTurns ? consumer_ : 0),
+          head_idx(work.begin_head),
+          m(work.begin_m) {}
 
     // In the workspace, counted over sums, heads and sequences.
     __device__ __forceinline__ int64_t block() const {
         return head_idx * p.num_blocks_q + work.sum_block + m;
     }
-    __device__ __forceinline__ int* turn() const { return p.workspace.turns + block(); }
+    __device__ __forceinline__ int* turn() const {
+        return p.workspace.turns + Workspace::kTurns * block() + consumer;
+    }
     // How many must have added to the sum before this one. A sum of 0, a and b has one order: of
     // causal blocks the first two go together, and the chain of waits is shorter by one (full,
     // where neighbours then run into each other: +1 %).
@@ -234,7 +232,7 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
     const bool is_first_lane = threadIdx.x % 32 == 0;
     const bool has_turns = p.workspace.sums.has_turns;
     const int num_parts = consumer == 0 ? C::kFirstParts : C::kDqParts - C::kFirstParts;
-    Turns<C> at(p, work);
+    Turns<C> at(p, work, consumer);
     int passed = 0;
 #pragma unroll 1
     for (int left = work.num_iterations; left > 0; --left) {
@@ -281,24 +279,33 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
     }
 }
 
-// Passes turns on, once all consumers' parts have been added: a warp of its own, which waits for
-// fences while the others go on. All lanes of one warp. added: as add_dq's.
+// Passes turns on, once a consumer's parts have been added: a warp of its own, which waits for
+// fences while the others go on. All lanes of one warp, of which the first ones do so, each for a
+// consumer. added: as add_dq's.
 template <class C>
 __device__ __forceinline__ void pass_turns(const BackwardParameters<typename C::T>& p,
                                            const BackwardShared<C>& shared,
                                            const BackwardWork& work, int& added) {
-    if (p.workspace.sums.has_turns && threadIdx.x % 32 == 0) {
-        Turns<C> at(p, work);
+    if (p.workspace.sums.has_turns) {
+        const int lane_idx = threadIdx.x % 32;
+        const int num_turns = C::kHasOwnTurns ? C::kConsumers : 1, consumer = lane_idx % num_turns;
+        Turns<C> at(p, work, consumer);
+        const int all = added + work.num_iterations;
 #pragma unroll 1
-        for (const int all = added + work.num_iterations; added < all;) {
-            const int there =
-                min(ld_shared_acquire(shared.added(0)), ld_shared_acquire(shared.added(1)));
-            if (there > added) {
+        while (__any_sync(kAllLanes, added < all)) {
+            int there = min(ld_shared_acquire(shared.added(consumer)), all);
+            if constexpr (!C::kHasOwnTurns) {
+                there = min(there, ld_shared_acquire(shared.added(1)));
+            }
+            // One for all, as it takes the longest.
+            if (__any_sync(kAllLanes, there > added)) {
                 fence_gpu();
             }
 #pragma unroll 1
-            for (; added < min(there, all); ++added) {
-                red_add(at.turn(), 1);
+            for (; added < there; ++added) {
+                if (lane_idx < num_turns) {
+                    red_add(at.turn(), 1);
+                }
                 at.advance();
             }
         }

@@ -127,9 +127,10 @@ __device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace,
     }
     const RowTile tile(p, nth);
     // Of all blocks, whatever cu_seqlens_q say: who waits for a turn must not do so for ever.
-    const int nth_turn = threadIdx.x;
-    if (workspace.turns && nth_turn < workspace.sums.num_sums && tile.first == 0) {
-        workspace.turns[(nth_turn * workspace.num_rows + tile.first_row) / p.block_m] = 0;
+    const int nth_sum = threadIdx.x / Workspace::kTurns;
+    if (workspace.turns && nth_sum < workspace.sums.num_sums && tile.first == 0) {
+        const int64_t block = (nth_sum * workspace.num_rows + tile.first_row) / p.block_m;
+        workspace.turns[Workspace::kTurns * block + threadIdx.x % Workspace::kTurns] = 0;
     }
     if (tile.first_query - tile.first >= tile.seqlen) {
         return;

@@ -22,14 +22,17 @@ struct Sums {
 
 // What the kernels leave each other, part by part in one piece of memory: `num_rows` rows of each
 // of the sums of dq, of lse in units of log 2 and of delta, a counter, the order of ragged
-// sequences, then a turn a block of queries of each of the sums.
+// sequences, then the turns of each block of queries of each of the sums: a consumer's own, whose
+// parts of dq have nothing in common with the other's, or those of both.
 struct Workspace {
+    static constexpr int kTurns = 2;  // of a block
+
     int64_t num_rows;
     Sums sums;
     float *dq_sums, *lse, *delta;
     int* taken;  // works of the main kernel's blocks after their first ones
     int* order;  // RaggedKeys
-    int* turns;  // or null
+    int* turns;  // [sum][block][consumer], or null
 
     // num_ordered: numbers of the order.
     __device__ __forceinline__ Workspace(float* memory, int64_t num_rows_, int padded_head_dim,
@@ -54,6 +57,8 @@ struct Works {
     int num_blocks;       // of keys, of the longest sequence
     int num_pairs;        // of a sequence and a head of dk
     int pairs_per_group;  // this many run through their blocks of keys together
+    int first_size;       // the first ones that do may be fewer
+    int first_half;       // this many of their blocks of keys come first, or all
     int num_heads;        // of dk
     int num_works;        // of ragged sequences no fewer than there are
     int first_parted, num_parts;
@@ -70,7 +75,7 @@ struct Works {
     // False: there are not so many. Whole warps, the same work in all lanes.
     __device__ __forceinline__ bool find(int work, const RaggedKeys& keys, Place& place) const {
         if (!keys.cu_seqlens) {
-            place = find_dense(work, num_pairs, num_blocks, pairs_per_group);
+            place = find_alike(work);
             return true;
         }
         // Of so many sequences the first blocks of keys come first, then the second ones.
@@ -83,25 +88,50 @@ struct Works {
             place = find_in_group(keys, work, first, left);
             place.batch_idx = keys.batch(place.batch_idx);
         } else {
-            place =
-                find_dense(work, num_heads, keys.blocks(first), min(pairs_per_group, num_heads));
+            place = find_heads(work, keys.blocks(first));
             place.batch_idx = keys.batch(first);
         }
         return true;
     }
-    // Of `pairs` pairs, which have as many blocks of keys each. A thread.
-    __device__ __forceinline__ Place find_dense(int work, int pairs, int blocks,
-                                                int pairs_a_group) const {
-        const int group_blocks = pairs_a_group * blocks;
-        const int first_pair = over(work, group_blocks) * pairs_a_group;
-        const int group_size = min(pairs_a_group, pairs - first_pair);
-        const int rest = work - first_pair * blocks, key_block = over(rest, group_size);
-        const int pair = first_pair + rest - key_block * group_size;
-        const int nth = over(pair, num_heads);
-        return {nth, pair - nth * num_heads, key_block};
+    // Where all pairs have as many blocks of keys. The last half of a group's, of which causal ones
+    // have few queries, comes in turn with the first half of the next group's: else they would
+    // begin sooner than their turns come. A thread.
+    __device__ __forceinline__ Place find_alike(int work) const {
+        // Pairs from first_pair on are at their first half, `late` pairs before it at their last.
+        int first_pair = 0, late = 0, early = first_size;
+        int rest = work - first_half * early;
+        if (rest < 0) {
+            rest = work;
+        } else {
+            first_pair = early;
+            late = first_half < num_blocks ? early : 0;
+            const int next = first_half * pairs_per_group + (num_blocks - first_half) * late;
+            if (rest >= next) {
+                rest -= next;
+                late = first_half < num_blocks ? pairs_per_group : 0;
+                const int groups = over(rest, pairs_per_group * num_blocks);
+                rest -= groups * pairs_per_group * num_blocks;
+                first_pair += (groups + 1) * pairs_per_group;
+            }
+            early = first_pair < num_pairs ? pairs_per_group : 0;
+        }
+        const int step = over(rest, early + late);
+        rest -= step * (early + late);
+        if (step >= num_blocks - first_half) {
+            late = 0;
+        }
+        const int pair = first_pair + rest - late, nth = over(pair, num_heads);
+        return {nth, pair - nth * num_heads, rest < late ? first_half + step : step};
     }
 
   private:
+    // Of the heads of one sequence.
+    __device__ __forceinline__ Place find_heads(int work, int blocks) const {
+        const int heads = min(pairs_per_group, num_heads);
+        const int first = over(work, heads * blocks) * heads, size = min(heads, num_heads - first);
+        const int rest = work - first * blocks, key_block = over(rest, size);
+        return {0, first + rest - key_block * size, key_block};
+    }
     // Which `sequences` sequences, or the `left` last ones, have a work, which becomes one of
     // theirs.
     __device__ __forceinline__ bool find_sequences(const RaggedKeys& keys, int sequences, int& work,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
+from .turns import _counts_in_turns
 from .works import (
     _LOOKED_AT,
     _START,
     _START_GOING_ON,
     Pairs,
-    _counts_in_turns,
     parts_of_all,
     rounds,
 )

@@ -22,7 +22,8 @@ from ..problem import (
     tensor_map,
 )  # fmt: skip
 from . import ragged
-from .works import Pairs, Parting, Traffic, parting, turns
+from .turns import Traffic, turns
+from .works import Pairs, Parting, parting
 
 _empty_like = torch.empty_like
 
@@ -40,6 +41,7 @@ _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 1 << 15
 _MAX_BLOCKS = 1 << 30
 _FEW_WORKS = 2  # a multiprocessor
+_TURNS = 2  # of a block of queries and a sum: Workspace::kTurns
 
 
 class Body(NamedTuple):
@@ -219,7 +221,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         num_works = min(num_works, (total_k // block_n + batch_size) * num_kv_heads)
     has_turns = deterministic and key_blocks > 2  # sums of two have one order
     goes_on = blocks_go_on(num_works, block_n, num_sms, has_turns=has_turns)
-    sums, pairs_a_group = -1, together if is_causal else 1
+    sums, pairs_a_group, is_staggered = -1, together if is_causal else 1, False
     free = Pairs(num_pairs, pairs_a_group, drifting)
     if has_turns:
         row_bytes = (2 * q.element_size() + 8) * body.head_dim
@@ -228,7 +230,9 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         if is_ragged:  # as if all were of the longest ones
             total = max(1, round(total_k / planned_k)) * num_kv_heads
             free = Pairs(total, min(total, pairs_a_group), drifting)
-        sums, pairs_a_group, parted = turns(*about, free, read, num_sms, goes_on=goes_on)
+        sums, pairs_a_group, parted, is_staggered = turns(
+            *about, free, read, num_sms, goes_on=goes_on, is_ragged=is_ragged
+        )
         if sums < 0 and key_blocks > -2 * sums:  # those of longer sequences than were planned for
             sums = 1
             parted = parted._replace(blocks=ragged.parts_in_turns(parted.blocks, group))
@@ -243,7 +247,7 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
         parted = parting(*about, free, num_sms, goes_on=goes_on)
     if is_ragged:
         pairs_a_group = ragged.together(pairs_a_group, num_kv_heads, batch_size)
-    num_turns = max(0, sums) * num_heads * num_blocks_q
+    num_turns = _TURNS * max(0, sums) * num_heads * num_blocks_q
     num_ordered = 2 * batch_size if is_ragged else 0
     parts_at = num_rows * (abs(sums) * body.head_dim + 2) + 1 + num_ordered + num_turns
     parts_at = -(-parts_at // 4) * 4  # in units of 16 bytes
@@ -257,7 +261,11 @@ def plan(problem: Problem, given: Gradients, *, deterministic: bool) -> Backward
     if num_heads + part_blocks >= 1 << 16:  # of a grid
         parted, part_blocks = Parting(num_works, 1), 0
     num_parts = (num_works - parted.first) * parted.blocks
-    works = parts_at, key_blocks, num_pairs, pairs_a_group, num_kv_heads, num_works, *parted
+    first_half = -(-key_blocks // 2) if is_staggered else key_blocks
+    works = (
+        parts_at, key_blocks, num_pairs, pairs_a_group, (num_pairs - 1) % pairs_a_group + 1,
+        first_half, num_kv_heads, num_works, *parted,
+    )  # fmt: skip
     num_words = parts_at + num_parts * block_n * head_dim  # two of 16 bits, dk and dv
     workspace = q.new_empty((num_words,), dtype=torch.float32)
 
