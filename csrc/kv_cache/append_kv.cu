@@ -65,7 +65,10 @@ __device__ __forceinline__ void append_scalar(const AppendArgs<T>& args) {
         head_b.load(b_head + unit * b_stride, parts, has_b());
     };
     follow_launch_before();
-    const Place place = find_token(args, heads, is_live, is_known);
+    TokenPlace place(args, heads, is_live, is_known);
+    if (is_live && !is_query) {
+        place.find_row(args.routing);
+    }
 
     for (int round = 0; round < args.num_rounds; ++round, unit += heads.unit_step) {
         float sum_a = 0.0f, sum_b = 0.0f;
@@ -143,7 +146,7 @@ __device__ __forceinline__ void append_scalar(const AppendArgs<T>& args) {
     }
     if (heads.token_idx < args.num_tokens && heads.first_unit < heads.num_units &&
         first_at < span) {
-        report_token(args, heads, place, is_live, is_known);
+        report_token(args, place, is_live, is_known, !is_query);
     }
 }
 
@@ -190,19 +193,21 @@ __device__ __forceinline__ void append_scalar(const AppendArgs<T>& args) {
                   .weight_offset = weight_offset});                                              \
         })
 
-// NOTE: vectors in blocks of at most 64 threads: twelve a multiprocessor leave each thread 80
-// registers, of fp32 ten 96, with no spill.
-#define EXPORT_APPEND_KV_VECS(NAME, T, IS_INTERLEAVED, BLOCKS)                             \
-    EXPORT_APPEND_KV(NAME##_vec, T, (append_vecs<T, IS_INTERLEAVED, false>), (64, BLOCKS)) \
-    EXPORT_APPEND_KV(NAME##_to_e4m3_vec, T, (append_vecs<T, IS_INTERLEAVED, true>), (64, BLOCKS))
+// NOTE: vectors in blocks of at most 96 threads: eight a multiprocessor leave each thread 80
+// registers, of fp32 six 112, with no spill.
+#define EXPORT_APPEND_KV_VECS(NAME, T, IS_INTERLEAVED, BLOCKS)                      \
+    EXPORT_APPEND_KV(NAME##_vec, T, (append_vecs<T, IS_INTERLEAVED, false>),        \
+                     (kMostThreads, BLOCKS))                                        \
+    EXPORT_APPEND_KV(NAME##_to_e4m3_vec, T, (append_vecs<T, IS_INTERLEAVED, true>), \
+                     (kMostThreads, BLOCKS))
 #define EXPORT_APPEND_KV_VARIANTS(NAME, T, BLOCKS)             \
     EXPORT_APPEND_KV_VECS(NAME##_half, T, false, BLOCKS)       \
     EXPORT_APPEND_KV_VECS(NAME##_interleaved, T, true, BLOCKS) \
     EXPORT_APPEND_KV(NAME##_scalar, T, append_scalar<T>, (288, 2))
 
 // {op}_{dtype}_{layout}[_to_e4m3]_vec: to_e4m3 = a quantised cache; {op}_{dtype}_scalar
-EXPORT_APPEND_KV_VARIANTS(fp16, __half, 12)
-EXPORT_APPEND_KV_VARIANTS(bf16, __nv_bfloat16, 12)
-EXPORT_APPEND_KV_VARIANTS(fp32, float, 10)
+EXPORT_APPEND_KV_VARIANTS(fp16, __half, 8)
+EXPORT_APPEND_KV_VARIANTS(bf16, __nv_bfloat16, 8)
+EXPORT_APPEND_KV_VARIANTS(fp32, float, 6)
 
 }  // namespace kernel_hub::kv_cache

@@ -40,7 +40,8 @@ struct AppendArgs {
     Routing routing;
     int64_t table_stride;
     int num_tokens, seqlen, num_heads, num_kv_heads, head_dim, rotary_dim, max_position, q_threads;
-    int num_rounds, is_interleaved, is_table32, is_weight32, is_e4m3;
+    int num_rounds;  // of vectors: the heads of a lane at a time
+    int is_interleaved, is_table32, is_weight32, is_e4m3;
     float eps, weight_offset;
 };
 
@@ -97,34 +98,94 @@ struct HeadsOfThread : TokenOfThread {
     }
 };
 
-// Where the token is, or nowhere; is_live: whether anything of it is to be written.
-template <typename Args, typename Heads>
-__device__ __forceinline__ Place find_token(const Args& args, const Heads& heads, bool& is_live,
-                                            bool& is_known) {
-    Place place;
-    place.is_inside = place.is_stored = place.is_odd = false;
-    place.page = place.row = 0;
-    place.position = 0;
-    if (is_live) {
-        place =
-            find_place(args.routing, heads.token_idx, heads.batch_idx, heads.index, heads.is_query);
-        is_live = place.is_inside;
+// Where a token is, as `find_place` says, in two halves: what waits for its position need not wait
+// for its page. NOTE: what is read is waited for before the next branch, or it is waited for with
+// all loads that are under way.
+struct TokenPlace : Place {
+    int token_idx, batch_idx, index;
+    int64_t in_sequence;
+
+    // Its sequence and its position, or nowhere; is_live: whether anything of it is to be written.
+    template <typename Args>
+    __device__ __forceinline__ TokenPlace(const Args& args, const TokenOfThread& token,
+                                          bool& is_live, bool& is_known) {
+        is_inside = is_stored = is_odd = false;
+        page = row = 0;
+        position = in_sequence = 0;
+        token_idx = token.token_idx, batch_idx = token.batch_idx, index = token.index;
+        if (!is_live) {
+            return;
+        }
+        find_index(args.routing);
+        is_live = is_inside;
+        position = in_sequence;
+        // What is too large for a position becomes none.
+        if (args.routing.positions_bytes == 8) {
+            position = read_index(args.routing.positions, token_idx, 8);
+            position = position == static_cast<int>(position) ? position : -1;
+        } else if (args.routing.positions_bytes != 0) {
+            position = read_index(args.routing.positions, token_idx, 4);
+        }
         if (args.cos != nullptr) {
             // A position outside the table must not read past it; it shows as nan.
-            is_known = place.position >= 0 && place.position < args.max_position;
+            is_known = position >= 0 && position < args.max_position;
         }
     }
-    return place;
-}
+    // Where its key and value go.
+    __device__ __forceinline__ void find_row(const Routing& to) {
+        const uint32_t page_size = to.page_size;
+        if (to.slot_bytes != 0) {
+            const int64_t slot = read_index(to.slot_mapping, token_idx, to.slot_bytes);
+            page = static_cast<uint32_t>(slot) / page_size;
+            row = static_cast<uint32_t>(slot) % page_size;
+            is_stored = slot >= 0 && slot < static_cast<int64_t>(to.num_pages) * to.page_size;
+        } else if (to.max_pages >= 0) {
+            const uint32_t page_idx = static_cast<uint32_t>(in_sequence) / page_size;
+            row = static_cast<uint32_t>(in_sequence) % page_size;
+            is_stored =
+                in_sequence >= 0 && in_sequence < static_cast<int64_t>(to.max_pages) * to.page_size;
+            page = -1;
+            if (!is_stored) {
+                row = -1;
+            } else {
+                page = __ldg(to.block_table + batch_idx * to.block_table_stride + page_idx);
+                is_stored = is_index(page, to.num_pages);
+            }
+        } else {
+            page = batch_idx;
+            row = static_cast<int>(in_sequence);
+            is_stored = in_sequence >= 0 && in_sequence < to.page_size;
+        }
+    }
 
-// At the end, where no load waits for the tables.
-template <typename Args, typename Heads>
-__device__ __forceinline__ void report_token(const Args& args, const Heads& heads,
-                                             const Place& place, bool is_live, bool is_known) {
-    const bool is_missing = is_live && !heads.is_query && !place.is_stored;
+  private:
+    __device__ __forceinline__ void find_index(const Routing& to) {
+        is_inside = true;
+        if (to.cu_seqlens != nullptr) {
+            batch_idx = find_sequence(to.cu_seqlens, to.batch_size, token_idx);
+            const int start = __ldg(to.cu_seqlens + batch_idx);
+            const int end = __ldg(to.cu_seqlens + batch_idx + 1);
+            index = token_idx - start;
+            is_inside = token_idx >= start && token_idx < end;
+            is_odd = start < 0 || end > to.num_tokens;
+        }
+        in_sequence = index;
+        if (to.cache_seqlens != nullptr) {
+            const int length = __ldg(to.cache_seqlens + batch_idx);
+            in_sequence += length;
+            is_inside = is_inside && length >= 0;
+        }
+    }
+};
+
+// has_row: of a key or value, not of queries alone.
+template <typename Args>
+__device__ __forceinline__ void report_token(const Args& args, const TokenPlace& place,
+                                             bool is_live, bool is_known, bool has_row) {
+    const bool is_missing = is_live && has_row && !place.is_stored;
     const bool is_unknown = is_live && !is_known;
     if (place.is_odd || is_missing || is_unknown) {
-        const int missing = is_missing ? find_missing(args.routing, heads.token_idx, place.row) : 0;
+        const int missing = is_missing ? find_missing(args.routing, place.token_idx, place.row) : 0;
         report(args.routing.flag, missing | (place.is_odd ? kTokensOutside : 0) |
                                       (is_unknown ? kPositionsOutside : 0));
     }

@@ -2,157 +2,27 @@
 // to.
 //
 // Parallelisation: threadIdx.x walks a head, its rotation's pairs in one lane: two fours, eight
-// elements. blockDim.x is a power of two of at least 4; of 64, two warps share a head. Lanes of
-// heads that are not normed share nothing, unless scales of bytes: there it may be any number, so
-// that none is idle, and heads lie across warps. threadIdx.y are heads of a token, threadIdx.z
-// tokens, blockIdx.y parts of a token's heads: those of queries, then those of keys and values. A
-// lane has four heads at a time, four of queries or two keys and their values, so that their sums
-// of squares go over the lanes together, and what it works out of its token, and multiplies heads
-// by, is for all of them. Few tokens: a warp takes heads of one token; many: of several, and more
-// of each (append_plan.py). No shared memory, but for two warps. The same bits for a head whatever
-// the launch's shape: they sum in one order.
+// elements. threadIdx.y are heads of a token, threadIdx.z tokens, blockIdx.y parts of a token's
+// heads: those of queries, then those of keys and values. A lane has four heads at a time, four of
+// queries or two keys and their values, or half as many (few tokens: more warps, each with less to
+// do), so that their sums of squares go over the lanes together, and what it works out of its
+// token, and multiplies heads by, is for all of them. Of four neighbours, lanes 4 n to 4 n + 3,
+// each has the sum, and the scale, of one of the four: blockDim.x is a multiple of four
+// (append_plan.py has which), and blocks are whole warps. The sums of all neighbours of a head are
+// added by shuffles where heads have 4, 8, 16 or 32 lanes; where they have 12, 24, 48 or 64 they
+// may lie across warps, and go by shared memory. Lanes of heads that are not normed, nor go to
+// bytes, share nothing: there blockDim.x may be any number, so that none is idle. The same bits for
+// a head whatever the launch's shape: they sum in one order.
 #pragma once
 
-#include "kernel_hub/access_8.cuh"
 #include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/kv_place.cuh"
-#include "kernel_hub/reduce.cuh"
-#include "kernel_hub/vec.cuh"
+#include "kv_cache/append_fours.cuh"
 #include "kv_cache/append_rows.cuh"
 #include "kv_cache/normed_heads.cuh"
 
 namespace kernel_hub::kv_cache {
-
-constexpr int kSlots = 4;  // heads of a lane at a time
-
-// Four neighbours as they are in memory.
-template <typename T>
-struct Four {
-    uint32_t words[sizeof(T)];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (uint32_t& word : words) {
-            word = 0;
-        }
-    }
-    __device__ __forceinline__ void read(const T* address) {
-        if constexpr (sizeof(T) == 4) {
-            const uint4 bits = ld_global(address);
-            words[0] = bits.x, words[1] = bits.y, words[2] = bits.z, words[3] = bits.w;
-        } else {
-            const uint2 bits = ld_global_8(address);
-            words[0] = bits.x, words[1] = bits.y;
-        }
-    }
-    __device__ __forceinline__ void write(void* address) const {
-        if constexpr (sizeof(T) == 4) {
-            st_global(address, make_uint4(words[0], words[1], words[2], words[3]));
-        } else {
-            st_global_8(address, make_uint2(words[0], words[1]));
-        }
-    }
-    // NOTE: otherwise the compiler keeps them as floats from the first `unpack` on.
-    __device__ __forceinline__ void keep() {
-#pragma unroll
-        for (uint32_t& word : words) {
-            asm volatile("" : "+r"(word));
-        }
-    }
-    __device__ __forceinline__ void unpack(float (&values)[4]) const {
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) {
-            Word<T>::unpack(words[i], values + i * Word<T>::kElems);
-        }
-    }
-    __device__ __forceinline__ void pack(const float (&values)[4]) {
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) {
-            words[i] = Word<T>::pack(values + i * Word<T>::kElems);
-        }
-    }
-};
-
-// Where the two fours of a lane are in a head: the first, and the second behind it.
-template <bool kIsInterleaved>
-struct Fours {
-    int first, apart;
-    bool exist, turn;
-
-    template <typename Args>
-    __device__ __forceinline__ Fours(const Args& args, int at) {
-        const int half = args.rotary_dim / 2;
-        exist = 2 * at < args.head_dim;
-        turn = exist && at < half;
-        if (at >= half) {
-            first = half + at, apart = args.head_dim / 2 - half;
-        } else if (kIsInterleaved) {
-            first = 2 * at, apart = 4;
-        } else {
-            first = at, apart = half;
-        }
-    }
-};
-
-// What a lane's elements are multiplied by, and what the other ones of their pairs, before the two
-// are added: products of weights and angles.
-template <bool kIsInterleaved>
-struct Factors {
-    float same[2][4], other[2][4];
-
-    // weights: of the elements; where these turn not `same` alone is meant.
-    __device__ __forceinline__ void turn(const float (&cos)[4], const float (&sin)[4]) {
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            const Pair at(pair);
-            const float a = same[at.a_part][at.a], b = same[at.b_part][at.b];
-            same[at.a_part][at.a] = a * cos[pair];
-            same[at.b_part][at.b] = b * cos[pair];
-            other[at.a_part][at.a] = b * -sin[pair];
-            other[at.b_part][at.b] = a * sin[pair];
-        }
-    }
-    __device__ __forceinline__ void apply(float (&values)[2][4]) const {
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            const Pair at(pair);
-            const float a = values[at.a_part][at.a], b = values[at.b_part][at.b];
-            values[at.a_part][at.a] =
-                fmaf(a, same[at.a_part][at.a], __fmul_rn(b, other[at.a_part][at.a]));
-            values[at.b_part][at.b] =
-                fmaf(b, same[at.b_part][at.b], __fmul_rn(a, other[at.b_part][at.b]));
-        }
-    }
-
-  private:
-    struct Pair {
-        int a_part, a, b_part, b;
-
-        __device__ __forceinline__ explicit Pair(int pair) {
-            a_part = kIsInterleaved ? pair / 2 : 0, a = kIsInterleaved ? 2 * pair % 4 : pair;
-            b_part = kIsInterleaved ? a_part : 1, b = kIsInterleaved ? a + 1 : pair;
-        }
-    };
-};
-
-// Sums over the `lanes` of a head (a power of two of 4 to 32), one for each slot; a lane is left
-// with that of slot lane / (lanes / 4).
-__device__ __forceinline__ float add_slots(const float (&sums)[kSlots], int lanes) {
-    const bool is_upper = threadIdx.x & (lanes / 2), is_odd = threadIdx.x & (lanes / 4);
-    float low = is_upper ? sums[2] : sums[0], high = is_upper ? sums[3] : sums[1];
-    low += __shfl_xor_sync(~0u, is_upper ? sums[0] : sums[2], lanes / 2);
-    high += __shfl_xor_sync(~0u, is_upper ? sums[1] : sums[3], lanes / 2);
-    float sum = is_odd ? high : low;
-    sum += __shfl_xor_sync(~0u, is_odd ? low : high, lanes / 4);
-#pragma unroll
-    for (int mask = kWarpSize / 8; mask > 0; mask /= 2) {
-        if (mask < lanes / 4) {
-            sum += __shfl_xor_sync(~0u, sum, mask);
-        }
-    }
-    return sum;
-}
 
 // The token of a thread, and the part of its heads.
 struct HeadsOfLane : TokenOfThread {
@@ -174,9 +44,12 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
     const bool is_query = heads.is_query;
     const Fours<kIsInterleaved> fours(args, at);
     const void* weights = is_query ? args.q_norm_weight : args.k_norm_weight;
-    // Of slots: four query heads, or two keys and behind them their values.
+    // Of slots: four query heads, or two keys and behind them their values; half of these where few
+    // tokens have work for few warps: num_slots is two then.
     const int num_heads = is_query ? args.num_heads : args.num_kv_heads;
-    const int behind = is_query ? 2 * groups : 0, at_once = (is_query ? 4 : 2) * groups;
+    const int num_slots = args.num_rounds, behind = is_query ? 2 * groups : 0;
+    const int at_once = (is_query ? num_slots : num_slots / 2) * groups;
+    const bool has_upper = is_query && num_slots > 2;
     int first_head = at_once * heads.part;  // of all lanes
     const int own_head = first_head + threadIdx.y;
     const auto head_of = [&](int slot) { return slot % 2 * groups + slot / 2 * behind; };
@@ -184,6 +57,7 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
     bool is_live = static_cast<uint32_t>(heads.token_idx) < static_cast<uint32_t>(args.num_tokens);
     bool is_known = true;
     int left = is_live && fours.exist ? num_heads - own_head : 0;
+    const auto has_head = [&](int slot) { return head_of(slot) < min(left, at_once); };
 
     const int64_t a_stride = is_query ? args.q.head_stride : args.k.head_stride;
     const int64_t b_stride = is_query ? args.q.head_stride : args.v.head_stride;
@@ -192,15 +66,8 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
     const T* b_from = is_query ? a_from : args.v.at(heads.batch_idx, heads.index);
     a_from += own_head * a_stride + fours.first;
     b_from += (own_head + behind) * b_stride + fours.first;
-    // The lanes of a head in this warp, the first of them, and the slot whose sum is in this lane.
-    const int lanes = min(static_cast<int>(blockDim.x), kWarpSize);
-    const int lane = threadIdx.x + blockDim.x * (threadIdx.y + groups * threadIdx.z);
-    const int first_lane = lane & (kWarpSize - lanes);
-    const int own_slot =
-        (threadIdx.x & (lanes / 2) ? 2 : 0) + (threadIdx.x & (lanes / kSlots) ? 1 : 0);
-    const float* scales = own_slot < 2 ? args.k_scale : args.v_scale;
-    const bool is_scaled = kIsBytes && !is_query && scales != nullptr;
-    float scale = 1.0f;
+    const HeadSums head_sums;
+    float scale = 1.0f;  // of the slot of this lane
 
     Four<T> bits[kSlots][2];
     const auto load = [&] {
@@ -208,64 +75,52 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
         for (int slot = 0; slot < kSlots; ++slot) {
             bits[slot][0].clear();
             bits[slot][1].clear();
-            if (head_of(slot) < left) {
+            if (has_head(slot)) {
                 const T* head = slot < 2 ? a_from + slot * groups * a_stride
                                          : b_from + (slot - 2) * groups * b_stride;
                 bits[slot][0].read(head);
                 bits[slot][1].read(head + fours.apart);
             }
         }
-        const int scale_idx = first_head + threadIdx.y + head_of(own_slot);
-        if (is_scaled && scale_idx < num_heads) {
-            scale = __ldg(scales + scale_idx);
+        if constexpr (kIsBytes) {
+            const int scale_idx = first_head + threadIdx.y + head_of(threadIdx.x % kSlots);
+            const float* scales = threadIdx.x % kSlots < 2 ? args.k_scale : args.v_scale;
+            scale = 1.0f;
+            if (!is_query && scales != nullptr && scale_idx < num_heads) {
+                scale = __ldg(scales + scale_idx);
+            }
         }
     };
+    // NOTE: kept, or it is found anew where the root waits for it.
+    uint32_t inverse_size = __float_as_uint(reciprocal_approx(static_cast<float>(args.head_dim)));
+    asm volatile("" : "+r"(inverse_size));
     // The inverse of the root mean square of this lane's slot.
     const auto find_root = [&] {
-        float sums[kSlots];
-#pragma unroll
-        for (int slot = 0; slot < kSlots; ++slot) {
-            float values[2][4];
-            bits[slot][0].unpack(values[0]);
-            bits[slot][1].unpack(values[1]);
-            sums[slot] = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                sums[slot] = fmaf(values[i / 4][i % 4], values[i / 4][i % 4], sums[slot]);
-            }
-            bits[slot][0].keep();
-            bits[slot][1].keep();
-        }
-        float sum = add_slots(sums, lanes);
-        if (blockDim.x > kWarpSize) {
-            __shared__ float halves[2 * kWarpSize];
-            __syncthreads();
-            halves[threadIdx.x] = sum;
-            __syncthreads();
-            sum += halves[threadIdx.x ^ kWarpSize];
-        }
-        return rsqrtf(fmaf(sum, reciprocal_approx(static_cast<float>(args.head_dim)), args.eps));
+        const float sum = head_sums.add(square_neighbours(bits, has_upper));
+        return rsqrtf(fmaf(sum, __uint_as_float(inverse_size), args.eps));
     };
     follow_launch_before();
     load();
+    // NOTE: after the heads' loads: these wait for one another, and would hold them up. And each
+    // before the next branch, so that it has a scoreboard of its own: what is waited for behind
+    // one, as heads, angles and weights are, is waited for with all that is under way.
+    TokenPlace place(args, heads, is_live, is_known);
     Parameters<T, 4> weight[2], cos, sin;
-    if (weights != nullptr && fours.exist) {
-        weight[0].load(weights, fours.first, args.is_weight32);
-        weight[1].load(weights, fours.first + fours.apart, args.is_weight32);
-    }
-    // NOTE: after the heads' loads: these wait for one another, and would hold them up.
-    const Place place = find_token(args, heads, is_live, is_known);
     if (is_live && fours.turn) {
         const int64_t entry = (is_known ? place.position * args.table_stride : 0) + at;
         cos.load(args.cos, entry, args.is_table32);
         sin.load(args.sin, entry, args.is_table32);
     }
-    // NOTE: twice in the code, here and in the loop: told by a flag what is for the first time
-    // only, the compiler keeps all of it in registers for every time, 10 more.
-    float root = weights == nullptr ? 1.0f : find_root();
+    if (weights != nullptr && fours.exist) {
+        weight[0].load(weights, fours.first, args.is_weight32);
+        weight[1].load(weights, fours.first + fours.apart, args.is_weight32);
+    }
+    if (is_live && !is_query) {
+        place.find_row(args.routing);
+    }
+    report_token(args, place, is_live, is_known, !is_query);
 
-    // From here on the tables are waited for. Where heads go, in bytes.
-    report_token(args, heads, place, is_live, is_known);
+    // Where heads go, in bytes.
     const bool goes = is_live && (is_query || place.is_stored);
     const int bytes = kIsBytes && !is_query ? 1 : sizeof(T);
     const int64_t a_out = (is_query ? args.out_q.head_stride : args.k_cache.head_stride) * bytes;
@@ -307,15 +162,21 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
 
 #pragma unroll 1
     for (;;) {
-        const float inverse_scale = is_scaled ? 1.0f / scale : 1.0f;
+        const float inverse_scale = kIsBytes && !is_query ? 1.0f / scale : 1.0f;
+        // NOTE: all at once: one behind another they would wait for one another.
+        float roots[kSlots] = {1.0f, 1.0f, 1.0f, 1.0f};
+        // NOTE: no shuffle where heads may lie across warps.
+        if (weights != nullptr) {
+            const float root = find_root();
+#pragma unroll
+            for (int slot = 0; slot < kSlots; ++slot) {
+                roots[slot] = of_slot(root, slot);
+            }
+        }
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) {
-            const int its_lane = first_lane + slot * (lanes / kSlots);
-            // NOTE: no shuffle where heads may lie across warps.
-            const bool is_apart = !kIsBytes && weights == nullptr;
-            const float its_root = is_apart ? 1.0f : __shfl_sync(~0u, root, its_lane);
-            const float its_scale = kIsBytes ? __shfl_sync(~0u, inverse_scale, its_lane) : 1.0f;
-            if (head_of(slot) >= left) {
+            const float its_scale = kIsBytes ? of_slot(inverse_scale, slot) : 1.0f;
+            if (!has_head(slot)) {
                 continue;
             }
             float values[2][4];
@@ -325,7 +186,7 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
             if ((slot < 2 || is_query) && (fours.turn || weights != nullptr)) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
-                    values[i / 4][i % 4] *= its_root;
+                    values[i / 4][i % 4] *= roots[slot];
                 }
                 if (!fours.turn) {
 #pragma unroll
@@ -376,8 +237,10 @@ __device__ __forceinline__ void append_vecs(const AppendArgs<T>& args) {
         if (out_k != nullptr) {
             out_k += step * args.out_k.head_stride;
         }
+        if (weights != nullptr) {
+            head_sums.wait();
+        }
         load();
-        root = weights == nullptr ? 1.0f : find_root();
     }
 }
 

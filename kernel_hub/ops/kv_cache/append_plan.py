@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from ..core.launch import Launch
 from .append_checks import AppendGiven
 
 _MAX_THREADS = 256  # of a block
-_VEC_THREADS, _SLOTS = 64, 4  # of a block of vectors, and the heads of a thread at a time
-_ROUNDS = 1, 2, 4  # of four heads of a thread that has them
+_SLOTS = 4  # the heads of a thread of vectors at a time
+_WIDTHS = 4, 8, 12, 16, 24, 32, 48, 64  # lanes of a head: fours that fill blocks of 64 or 96
+_ROUNDS = 0.5, 1, 2, 4  # of four heads of a thread that has them; half: of two
 _VEC_SIZE = 512  # the largest head that vectors take
 _WARPS = 2800  # as many a GPU has at once
+_FEW = 0.5  # of these, of two heads a thread
 _SCALED_THREADS, _SCALED_TOKENS = 96, 768  # the same of more tokens, into int8 or of found scales
 
 
@@ -48,8 +51,7 @@ def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
         is_own = given.k_cache.dtype == k.dtype
         name += "_vec" if is_own else "_to_e4m3_vec"
         is_apart = is_own and not given.is_normed  # or lanes sum squares, or share scales
-        parts, grid, block = _vec_shape(head_dim, *heads, is_apart)
-        rounds = 0
+        parts, rounds, grid, block = _vec_shape(head_dim, *heads, is_apart)
     else:
         name += "_scalar"
         parts, rounds, grid, block = _scalar_shape(head_dim, *heads)
@@ -74,39 +76,48 @@ def _takes_fours(given: AppendGiven, is_aligned: bool, strides: list[int]) -> bo
 
 def _vec_shape(
     head_dim: int, num_heads: int, num_kv_heads: int, tokens: int, is_apart: bool = False
-) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """The parts of a token's queries, grid and block.
+) -> tuple[int, int, tuple[int, int, int], tuple[int, int, int]]:
+    """The parts of a token's queries, the heads of a thread at a time, grid and block.
 
-    is_apart: the lanes of a head share nothing, so need be no power of two, nor in one warp.
+    is_apart: the lanes of a head share nothing, so need be no fours, nor a block be full of them.
     groups: heads of a token that a block has side by side, other tokens' beside them where these
-    are fewer than it has room for; rounds: one after another. Chosen by warps, of which a last wave
-    is not full, and what each does: rounds, and the setup before, which weighs as much as one.
+    are fewer than it has room for; rounds: one after another, or half of one. Chosen by warps, of
+    which a last wave is not full, and what each does: rounds, and the setup before, which weighs
+    as much as one.
     Measured on an H200 (docs/notes/append_kv.md).
     """
-    width, least = max(_SLOTS, 1 << (-(-head_dim // 8) - 1).bit_length()), head_dim // 8
-    most = max(1, 32 // width)
-    shapes = [*itertools.product([width], [most >> i for i in range(most.bit_length())], _ROUNDS)]
-    if is_apart and (room := _VEC_THREADS // least) > _VEC_THREADS // width:
-        shapes += itertools.product([least], range(room, 0, -1), _ROUNDS)
+    least = head_dim // 8
+    width = next(width for width in _WIDTHS if width >= least)
+    threads = 96 if width % 3 == 0 else 64
+    room = threads // width
+    most = max(1, room // 2)
+    groups_of = [most >> i for i in range(most.bit_length())]
+    shapes = [*itertools.product([width], [room], groups_of, _ROUNDS)]
+    if is_apart and (more := 64 // least) * threads > 64 * room:
+        shapes += itertools.product([least], [more], range(more, 0, -1), _ROUNDS)
 
-    def parts_of(groups: int, rounds: int) -> tuple[int, int]:
-        at_once = _SLOTS * groups * rounds
+    def parts_of(groups: int, rounds: float) -> tuple[int, int]:
+        at_once = int(_SLOTS * groups * rounds)
         return -(-num_heads // at_once), -(-num_kv_heads // (at_once // 2))
 
-    def cost(shape: tuple[int, int, int]) -> float:
-        width, groups, rounds = shape
-        room, parts = _VEC_THREADS // width, sum(parts_of(groups, rounds))
+    def cost(shape: tuple[int, int, int, float]) -> tuple[float, float]:
+        width, room, groups, rounds = shape
+        parts = sum(parts_of(groups, rounds))
         blocks = tokens * parts / (room // groups)
-        warps = max(min(2, room) * blocks, _WARPS) + _WARPS
+        warps = -(-width * room // 32) * blocks
+        if rounds < 1 and warps > _FEW * _WARPS:
+            return math.inf, warps
         # A token's heads lie side by side in memory, those of several tokens do not.
         weight = 1.1 if groups == 1 and room > 2 else 1.0
-        return weight * warps * (1.0 + sum(parts_of(groups, 1)) / parts)
+        work = weight * (1.0 + sum(parts_of(groups, 1)) / parts)
+        return (max(warps, _WARPS) + _WARPS) * work, warps
 
-    width, groups, rounds = min(shapes, key=cost)
-    block_tokens = max(1, _VEC_THREADS // (width * groups))
+    width, room, groups, rounds = min(shapes, key=cost)
+    block_tokens = room // groups
     # Fewer parts take more rounds: as many as there are heads for.
     parts = [min(of, common.MAX_GRID_Y // 2) for of in parts_of(groups, rounds)]
-    return parts[0], (-(-tokens // block_tokens), sum(parts), 1), (width, groups, block_tokens)
+    grid = (-(-tokens // block_tokens), sum(parts), 1)
+    return parts[0], int(_SLOTS * min(1, rounds)), grid, (width, groups, block_tokens)
 
 
 def _scalar_shape(

@@ -39,8 +39,8 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
     return emulator::shuffle(value, emulator::lane() ^ mask);
 }
 template <typename T>
-inline T __shfl_sync(unsigned, T value, int lane) {
-    return emulator::shuffle(value, lane);
+inline T __shfl_sync(unsigned, T value, int lane, int width = emulator::kWarp) {
+    return emulator::shuffle(value, (emulator::lane() & ~(width - 1)) + (lane & (width - 1)));
 }
 inline unsigned __ballot_sync(unsigned, bool vote) {
     return emulator::ballot(vote);

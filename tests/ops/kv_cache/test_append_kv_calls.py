@@ -224,7 +224,7 @@ def test_contiguous_caches_of_no_rows(way: Way, is_normed: bool) -> None:
 
 @pytest.mark.parametrize("heads", [(0, 1 << 23), (1 << 24, 1), (1 << 24, 1 << 23)])
 def test_the_grid_of_many_heads(heads: tuple[int, int]) -> None:
-    q_parts, grid, _ = plan._vec_shape(8, *heads, 1)
+    q_parts, _, grid, _ = plan._vec_shape(8, *heads, 1)
     assert 0 <= q_parts < grid[1] <= 65_535 and (q_parts > 0) == (heads[0] > 0)
 
 

@@ -16,6 +16,7 @@ from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import append_kv, rms_norm, rope
+from kernel_hub.ops.core.launch import Plans
 
 # (num_heads, num_kv_heads, head_dim, rotary_dim): Qwen 3, Gemma 3, partial rotation, odd sizes
 SHAPES = [
@@ -60,7 +61,7 @@ def test_by_lot(way: Way, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WARPS", lot.choice((0, module._WARPS)))
     dtype, head_dim = (
         lot.choice(DTYPES),
-        lot.choice((8, 16, 24, 32, 64, 72, 96, 128, 192, 256, 512)),
+        lot.choice((8, 16, 24, 32, 64, 72, 80, 96, 128, 160, 192, 256, 384, 512)),
     )
     shape = (lot.randint(1, 9), lot.randint(1, 5), head_dim, 2 * lot.randint(0, head_dim // 2))
     if lot.random() < 0.5:
@@ -76,6 +77,31 @@ def test_by_lot(way: Way, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     call.run()
     call.check()
+
+
+@pytest.mark.parametrize("cache", [None, E4M3], ids=["own", "e4m3"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 384, 512])
+def test_launch_shapes_have_the_same_bits(
+    way: Way, head_dim: int, cache: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens: two heads a thread; many: round after round."""
+    op, plan = (
+        importlib.import_module(f"kernel_hub.ops.kv_cache.append_{name}") for name in ("kv", "plan")
+    )
+    found = []
+    for warps in (plan._WARPS, 0):
+        monkeypatch.setattr(op, "_plans", Plans())
+        monkeypatch.setattr(plan, "_WARPS", warps)
+        call = Append(
+            way, "paged", shape=(24, 5, head_dim, head_dim), cache=cache,
+            norm=norm(way, head_dim, torch.bfloat16),
+        )  # fmt: skip
+        call.run()
+        call.check()
+        assert call.out_q is not None and call.out_k is not None
+        found.append([x.tensor for x in (*call.caches, call.out_q, call.out_k)])
+    for few, many in zip(*found, strict=True):
+        same_bits(few, many)
 
 
 @pytest.mark.parametrize("layout", ["plain", "half", "interleaved"])
