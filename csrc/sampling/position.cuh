@@ -9,7 +9,7 @@
 
 namespace kernel_hub::sampling {
 
-constexpr int kPieces = 64;  // of a position
+constexpr int kPieces = 128; // of a position
 constexpr int kLane = 4;     // neighbours that a lane takes: a four
 constexpr int kStep = 32 * kLane;
 

@@ -213,9 +213,9 @@ __device__ __forceinline__ void sum_answers(Team& team) {
 
 // Keeps of the candidates what is above `from`; others weigh nothing any more, in their pieces and
 // the row.
-__device__ __forceinline__ void keep_above(Chosen& chosen, float from, int size, Team& team) {
+__device__ __forceinline__ void keep_above(Chosen& chosen, float from, int a_piece, Team& team) {
     TeamShared& shared = team.shared;
-    const int a_piece = Pieces::elements(size), thread_idx = threadIdx.x;
+    const int thread_idx = threadIdx.x;
     static_assert(kPieces < kNumThreads);
     if (thread_idx <= kPieces) {
         shared.dropped_low[thread_idx] = shared.dropped_high[thread_idx] = 0;
@@ -235,20 +235,19 @@ __device__ __forceinline__ void keep_above(Chosen& chosen, float from, int size,
     __syncthreads();
 }
 
-// Draws from all that is above `from`, in the order of indices; by the block that has it.
-// shared.pieces: as scan leaves them.
-__device__ __forceinline__ void draw_in_row(float from, uint64_t total, uint64_t bits, Team& team) {
-    const SampleParams& p = team.shared.p;
-    const Weigher weigher = team.shared.weigher();
-    Shared& s = team.shared.s;
-    const int lane_idx = threadIdx.x % 32, size = p.size;
-    uint64_t drawn = below(total, bits);
+// Where in the order of pieces their sums pass a number.
+struct Place {
+    int piece;
+    uint64_t rest;  // of the number, in the piece
+};
+__device__ __forceinline__ Place find_piece(const TeamShared& shared, uint64_t drawn) {
     // Each lane has neighbouring pieces; one passes what is drawn.
     constexpr int kEach = kPieces / 32;
+    const int lane_idx = threadIdx.x % 32;
     uint64_t own = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        own += team.shared.pieces[kEach * lane_idx + i];
+        own += shared.pieces[kEach * lane_idx + i];
     }
     uint64_t before = warp_scan(own, lane_idx) - own;
     const bool is_here = before <= drawn && drawn - before < own;
@@ -258,12 +257,23 @@ __device__ __forceinline__ void draw_in_row(float from, uint64_t total, uint64_t
     int piece = kEach * lane;
 #pragma unroll
     for (int i = 1; i < kEach; ++i) {
-        const uint64_t of_piece = team.shared.pieces[piece];
+        const uint64_t of_piece = shared.pieces[piece];
         if (drawn >= of_piece) {
             drawn -= of_piece;
             ++piece;
         }
     }
+    return {piece, drawn};
+}
+
+// Draws from all that is above `from`, in the order of indices; by the block that has it.
+// shared.pieces: as scan leaves them.
+__device__ __forceinline__ void draw_in_row(float from, uint64_t total, uint64_t bits, Team& team) {
+    const SampleParams& p = team.shared.p;
+    const Weigher weigher = team.shared.weigher();
+    Shared& s = team.shared.s;
+    const int size = p.size;
+    auto [piece, drawn] = find_piece(team.shared, below(total, bits));
     if ((piece / kNumWarps & (team.size - 1)) != team.rank) {
         return;
     }

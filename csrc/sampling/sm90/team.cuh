@@ -8,9 +8,10 @@
 
 namespace kernel_hub::sampling::sm90 {
 
-constexpr int kMaxTeam = 8;
+constexpr int kMaxTeam = 16;
 constexpr int kListed = 1024;
-constexpr int kNumGroups = kMaxTeam * kNumWarps;  // of threads, of which the largest are compared
+constexpr int kFewBins = 1024;
+constexpr int kNumGroups = 8 * kNumWarps;  // of threads, of which the largest are compared
 constexpr int kPieces = kMaxTeam * kNumWarps;     // of a row, where it is weighed
 
 // What a block says. Read as vectors.
@@ -23,10 +24,53 @@ struct alignas(16) Note {
 };
 static_assert(sizeof(Note) % 16 == 0, "notes are read by vectors");
 
+// Bins of equal steps below `top`, each around its middle, and what brings masses to sums.
+struct FewBins {
+    static constexpr int kShare = 13;             // what has the mass of the middle adds 2^kShare
+    static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded
+    float top, step, inverse, width, base;
+
+    FewBins() = default;
+    __device__ __forceinline__ FewBins(const Weigher& weigher, float highest, float range) {
+        top = highest;
+        step = range * (1.0f / (kFewBins - 1));
+        inverse = __fdividef(1.0f, step);
+        width = step * weigher.scale;
+        base = (weigher.largest - top) * weigher.scale + (kShare - kMassBits);
+    }
+
+    __device__ __forceinline__ void add(uint32_t* bins, float z, float mass) const {
+        constexpr float kWhole = 8388608.0f;  // 2^23: likewise
+        const float rounded = fminf((top - z) * inverse, kFewBins - 1) + kRound;
+        const float share = mass * exp2_approx(fmaf(rounded - kRound, width, base));
+        atomicAdd(bins + (__float_as_uint(rounded) & (kFewBins - 1)),
+                  __float_as_uint(share + kWhole) - __float_as_uint(kWhole));
+    }
+    __device__ __forceinline__ float mass(int bin, uint32_t sum) const {
+        return static_cast<float>(sum) * exp2_approx(-fmaf(static_cast<float>(bin), width, base));
+    }
+    __device__ __forceinline__ float num_a_mass(int bin) const {
+        return exp2_approx(fmaf(static_cast<float>(bin), width, base) - kShare);
+    }
+    // So many steps below the middle of a bin.
+    __device__ __forceinline__ float edge(int bin, float steps) const {
+        return top - (static_cast<float>(bin) + steps) * step;
+    }
+};
+
+// Where the threshold of a row that is held is, nearly: above `from`, up to `to`.
+struct Near {
+    float from, to;
+    float before;  // the mass above `to`
+    int num;       // of values
+    bool is_any, is_tail;  // is_tail: it has all that is further below
+};
+
 struct TeamShared {
     // Fours of a thread that are weighed side by side, and as many under way in other slots.
     static constexpr int kTurns = 2, kSlots = 4;
     alignas(16) uint4 under_way[kSlots * kTurns * kNumThreads];
+    alignas(16) float4 weighed[kSlots * kTurns * kNumThreads];  // of rows that are held: masses
     Note mine;
     Note notes[kMaxTeam];
     alignas(16) uint2 own[kNumCandidates];  // values and indices, of this block's share
@@ -40,18 +84,27 @@ struct TeamShared {
     Bins bins;                                 // of the row
     alignas(16) float own_groups[kNumGroups];  // the largest of each, of this block's
     alignas(16) float groups[kNumGroups];      // and of all
-    int num_own, num_listed;
+    // Of rows that are held: what is in each of few bins, by turns, and the masses of the block's
+    // share of them; keys of the largest of each warp and of the least of its threads' largest.
+    alignas(16) uint32_t few_bins[2][kFewBins];
+    alignas(16) float few_masses[kFewBins];
+    alignas(16) uint64_t own_ends[kNumWarps];
+    Near near;
+    FewBins few;
+    uint64_t target;
+    alignas(8) int num_own, num_listed;
     uint64_t seed, offset, bits;  // random
     // Of the row, from the first pass on: what registers would hold for long.
     float largest, floor, top_p, bound, top_bound;
     float scale, lowest;  // of the Weigher
-    int top_k;
+    int top_k;  // 0: all
+    bool is_greedy;
     SampleParams p;
     bool has_mask;  // that is heeded
     bool is_ahead;  // Fours::is_ahead
     // What each piece of the row has above the window's lower end, and what each warp of all blocks
     // has weighed in all.
-    uint64_t own_pieces[kPieces], own_totals[kNumWarps];
+    alignas(16) uint64_t own_pieces[kPieces], own_totals[kNumWarps];
     uint64_t pieces[kPieces], totals[kPieces];
     // Words of what candidates that are not kept weighed there, and all of them.
     uint32_t dropped_low[kPieces + 1], dropped_high[kPieces + 1];
@@ -217,7 +270,6 @@ struct Team {
         }
     }
 
-  private:
     // All blocks have written what is read next.
     __device__ __forceinline__ void meet() const {
         if (size > 1) {
@@ -229,6 +281,64 @@ struct Team {
         }
     }
 
+    // Behind the last that is read.
+    __device__ __forceinline__ void give_back() const {
+        if (size > 1) {
+            __syncwarp();
+            cluster_arrive_relaxed();
+        }
+    }
+
+    // One number of each warp of all blocks: those of the lane's kEach neighbours, 0 of others. By a
+    // warp.
+    static constexpr int kEach = kPieces / 32;
+    __device__ __forceinline__ void read_words(const uint64_t* own, uint64_t (&found)[kEach]) const {
+        const int piece = threadIdx.x % 32 * kEach;
+        const uint32_t at = cluster_address(shared_address(own + piece % kNumWarps),
+                                            min(size - 1, piece / kNumWarps));
+        const bool are_any = piece < kNumWarps << shift;
+#pragma unroll
+        for (int i = 0; i < kEach; i += 2) {
+            const float4 v = ld_shared_cluster(at + i * sizeof(uint64_t));
+            const auto word = [&](float low, float high) {
+                return are_any ? static_cast<uint64_t>(__float_as_uint(high)) << 32 |
+                                     __float_as_uint(low)
+                               : 0;
+            };
+            found[i] = word(v.x, v.y);
+            found[i + 1] = word(v.z, v.w);
+        }
+    }
+
+    // Of what all blocks have in few bins this one's share, four of a thread; where a thread has
+    // some, and the first of them.
+    __device__ __forceinline__ bool sum_few(const uint32_t* own, int& first, uint4& sum) const {
+        const int share = kFewBins >> shift;
+        first = rank * share + static_cast<int>(threadIdx.x) * 4;
+        if (static_cast<int>(threadIdx.x) * 4 >= share) {
+            return false;
+        }
+        sum = make_uint4(0, 0, 0, 0);
+#pragma unroll 8
+        for (int its_rank = 0; its_rank < size; ++its_rank) {
+            const uint4 four = read_four(own + first, its_rank);
+            sum = make_uint4(sum.x + four.x, sum.y + four.y, sum.z + four.z, sum.w + four.w);
+        }
+        return true;
+    }
+
+    __device__ __forceinline__ uint2 read_candidate(int place, int from) const {
+        const uint32_t at = shared_address(shared.own) + place * sizeof(uint2);
+        return ld_shared_cluster_2(cluster_address(at, from));
+    }
+
+    __device__ __forceinline__ uint4 read_four(const void* own, int its_rank) const {
+        const float4 v = ld_shared_cluster(cluster_address(shared_address(own), its_rank));
+        return make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
+                          __float_as_uint(v.w));
+    }
+
+  private:
     // Of which block's warp a piece is: pieces of a row go around the warps of the cluster.
     __device__ __forceinline__ void read_masses() {
         const int thread_idx = threadIdx.x, piece = thread_idx % kPieces;
@@ -245,17 +355,6 @@ struct Team {
             (is_total ? shared.totals : shared.pieces)[piece] =
                 static_cast<uint64_t>(words.y) << 32 | words.x;
         }
-    }
-
-    __device__ __forceinline__ uint2 read_candidate(int place, int from) const {
-        const uint32_t at = shared_address(shared.own) + place * sizeof(uint2);
-        return ld_shared_cluster_2(cluster_address(at, from));
-    }
-
-    __device__ __forceinline__ uint4 read_four(const uint32_t* own, int rank) const {
-        const float4 v = ld_shared_cluster(cluster_address(shared_address(own), rank));
-        return make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
-                          __float_as_uint(v.w));
     }
 
     // Each block adds up a share of all bins, a lane for each block, and reads the other shares: to
