@@ -83,6 +83,9 @@ __device__ __forceinline__ void begin_row(const SampleParams& p, Team& team) {
     const int row_idx = p.row_idx;
     Row row(p);
     const Fours fours(row);
+    if (threadIdx.x < 2) {
+        shared.own_ends[threadIdx.x] = 0;
+    }
     if (threadIdx.x == 0) {
         const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
         const int top_k = p.top_k ? p.top_k[row_idx] : 0;
@@ -91,7 +94,7 @@ __device__ __forceinline__ void begin_row(const SampleParams& p, Team& team) {
         shared.offset = p.offset ? p.offset[row_idx] : 0;
         shared.top_k = top_k > 0 && top_k < p.size ? top_k : 0;
         shared.is_greedy = !(temperature > 0.0f);
-        shared.num_listed = 0;
+        shared.num_listed = shared.num_own = 0;
         const Weigher any = weigher_of(0.0f, temperature);
         shared.scale = any.scale;
         shared.lowest = any.lowest;
@@ -253,7 +256,8 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
 #define EXPORT_SAMPLE(NAME)                                                                \
     DESCRIBED(                                                                             \
         NAME, "x: blocks of clusters, one a row, of 1, 2, 4 or 8",                         \
-        (.threads = kNumThreads, .shared_bytes = sizeof(TeamShared)),                      \
+        (.threads = kNumThreads, .shared_bytes = offsetof(TeamShared, weighed),            \
+         .block_n = kHeld * kTurn),                                                        \
         extern "C" __global__ void __launch_bounds__(kNumThreads, 1) NAME(SAMPLE_PARAMS) { \
             sample_row({nullptr, nullptr, SAMPLE_ARGUMENTS,                                \
                         static_cast<int>(blockIdx.x >> exponent_of(cluster_size()))});     \

@@ -16,53 +16,106 @@
 
 namespace kernel_hub::sampling::sm90 {
 
-constexpr int kMostNear = 64;  // values that are compared in pairs
-constexpr int kLevels = 4;     // of bins
+constexpr int kMostNear = 32;  // values that are compared in pairs, each by a lane
+constexpr int kLevels = 3;     // of bins
+
+// NOTE: what is done once runs as often as its code is fetched, which takes longer than to run it:
+// loops, none of them unrolled but for what is waited for.
+template <typename V>
+__device__ __forceinline__ V scan_warp(V value) {
+    const int lane_idx = threadIdx.x % 32;
+#pragma unroll 1
+    for (int step = 1; step < 32; step *= 2) {
+        const V other = __shfl_up_sync(kAllLanes, value, step);
+        value += lane_idx >= step ? other : V(0);
+    }
+    return value;
+}
+
+// The sum over a warp.
+__device__ __noinline__ uint64_t sum_warp(uint64_t value) {
+    constexpr int kBits = 27;  // of 32 lanes: 32
+    uint64_t sum = 0;
+#pragma unroll 1
+    for (int shift = 0; shift < 64; shift += kBits) {
+        const uint32_t part = static_cast<uint32_t>(value >> shift) & ((1u << kBits) - 1);
+        sum += static_cast<uint64_t>(__reduce_add_sync(kAllLanes, part)) << shift;
+    }
+    return sum;
+}
 
 // A number of each warp of all blocks, into shared.pieces; their sum. By a warp.
 __device__ __noinline__ uint64_t sum_pieces(const uint64_t* own_pieces) {
     const Team team(team_shared());
-    const int piece = threadIdx.x % 32 * Team::kEach;
-    uint64_t pieces[Team::kEach], sum = 0;
-    team.read_words(own_pieces, pieces);
-#pragma unroll
-    for (int i = 0; i < Team::kEach; ++i) {
-        team.shared.pieces[piece + i] = pieces[i];
-        sum += pieces[i];
+    const int lane_idx = threadIdx.x % 32;
+    uint64_t sum = 0;
+#pragma unroll 4
+    for (int piece = lane_idx; piece < kPieces; piece += 32) {
+        uint2 words = make_uint2(0, 0);
+        if (piece < kNumWarps << team.shift) {
+            const uint32_t at = shared_address(own_pieces + piece % kNumWarps);
+            words = ld_shared_cluster_2(cluster_address(at, piece / kNumWarps));
+        }
+        const uint64_t word = static_cast<uint64_t>(words.y) << 32 | words.x;
+        team.shared.pieces[piece] = word;
+        sum += word;
     }
     __syncwarp();
-    return warp_sum(sum);
+    return sum_warp(sum);
 }
 
-// The block's share of what all blocks have in bins, as masses.
+// The block's share of what all blocks have in bins, as masses; chunks of them together.
 __device__ __forceinline__ void share_bins(const uint32_t* bins, const Team& team) {
-    const FewBins few = team.shared.few;
-    int first;
-    uint4 sum;
-    if (team.sum_few(bins, first, sum)) {
-        *reinterpret_cast<float4*>(&team.shared.few_masses[first]) =
-            make_float4(few.mass(first, sum.x), few.mass(first + 1, sum.y),
-                        few.mass(first + 2, sum.z), few.mass(first + 3, sum.w));
+    constexpr int kEach = 4, kOfChunk = kFewBins / kChunks / kEach;
+    const int share = kFewBins >> team.shift, thread_idx = threadIdx.x;
+    if (thread_idx / 32 * 32 * kEach >= share) {
+        return;
     }
+    const FewBins few = team.shared.few;
+    const bool has_some = thread_idx * kEach < share;
+    const int first = team.rank * share + (has_some ? thread_idx * kEach : 0);
+    uint4 sum = make_uint4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int rank = 0; rank < team.size; ++rank) {
+        const uint4 four = team.read_four(bins + first, rank);
+        sum = make_uint4(sum.x + four.x, sum.y + four.y, sum.z + four.z, sum.w + four.w);
+    }
+    const float4 masses = make_float4(few.mass(first, sum.x), few.mass(first + 1, sum.y),
+                                      few.mass(first + 2, sum.z), few.mass(first + 3, sum.w));
+    float of_chunk = (masses.x + masses.y) + (masses.z + masses.w);
+#pragma unroll 1
+    for (int mask = 1; mask < kOfChunk; mask *= 2) {
+        of_chunk += __shfl_xor_sync(kAllLanes, of_chunk, mask);
+    }
+    if (has_some) {
+        *reinterpret_cast<float4*>(&team.shared.few_masses[first]) = masses;
+        team.shared.chunks[first / (kFewBins / kChunks)] = of_chunk;
+    }
+}
+
+// Which of the lanes' masses, one after another behind `before`, a sum near to the target ends in.
+struct Met {
+    unsigned lanes;
+    float before;  // of the lane
+};
+__device__ __forceinline__ Met meet_sum(float mass, float before, float least, float most) {
+    const float until = before + scan_warp(mass);
+    before = until - mass;
+    return {__ballot_sync(kAllLanes, mass > 0.0f && before < most && until > least), before};
 }
 
 // Where in shared.near the threshold is, nearly, by the masses of bins. By a warp.
 __device__ __noinline__ void narrow(bool is_first) {
+    static_assert(kFewBins == 32 * kChunks && kChunks == 32);
     const Team team(team_shared());
     TeamShared& shared = team.shared;
-    constexpr int kEach = kFewBins / 32;
-    const int lane_idx = threadIdx.x % 32, begin = lane_idx * kEach;
-    const int its_rank = begin >> (exponent_of(kFewBins) - team.shift);
-    const FewBins few = shared.few;
-    float masses[kEach], own = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kEach; i += 4) {
-        const uint4 four = team.read_four(&shared.few_masses[begin + i], its_rank);
-        masses[i] = __uint_as_float(four.x);
-        masses[i + 1] = __uint_as_float(four.y);
-        masses[i + 2] = __uint_as_float(four.z);
-        masses[i + 3] = __uint_as_float(four.w);
-    }
+    const int lane_idx = threadIdx.x % 32, shift = exponent_of(kChunks) - team.shift;
+    const auto read = [&](const float* own, int chunk) {
+        const uint32_t at = shared_address(own);
+        const uint2 two = ld_shared_cluster_2(cluster_address(at & ~7u, chunk >> shift));
+        return __uint_as_float(at & 4u ? two.y : two.x);
+    };
+    const float of_chunk = read(&shared.chunks[lane_idx], lane_idx);
     if (is_first) {
         const uint64_t total = sum_pieces(shared.own_totals);
         const uint64_t target = mass_needed(shared.top_p, total);
@@ -72,40 +125,42 @@ __device__ __noinline__ void narrow(bool is_first) {
         }
         __syncwarp();
     }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        own += masses[i];
-    }
     const float target = static_cast<float>(shared.target);
-    const float slack = static_cast<float>(shared.s.total) * 0x1p-13f;
+    // Of few values apart what is rounded adds up.
+    const float slack =
+        static_cast<float>(shared.s.total) * (shared.p.dtype == kFp32 ? 0x1p-16f : 0x1p-14f);
     const float most = target + slack, least = target - slack;
+    const FewBins few = shared.few;
     const Near near = shared.near;
-    float before = near.before + (warp_scan(own, lane_idx) - own), before_first = 0.0f;
-    float within = 0.0f;
+    const Met met = meet_sum(of_chunk, near.before, least, most);
     int first = kFewBins, last = -1;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        const float until = before + masses[i];
-        if (masses[i] > 0.0f && before < most && until > least) {
-            before_first = last < 0 ? before : before_first;
-            first = last < 0 ? begin + i : first;
-            last = begin + i;
-            within += masses[i];
+    float before = 0.0f, num = 0.0f;
+    // The first of the chunks, and the last.
+#pragma unroll 1
+    for (int turn = 0; turn < 2 && met.lanes != 0; ++turn) {
+        const int chunk = turn == 0 ? __ffs(met.lanes) - 1 : 31 - __clz(met.lanes);
+        const int bin = chunk * 32 + lane_idx;
+        const float mass = read(&shared.few_masses[bin], chunk);
+        const float of_chunk_before = __shfl_sync(kAllLanes, met.before, chunk);
+        const Met within = meet_sum(mass, of_chunk_before, least, most);
+        if (within.lanes != 0 && last < chunk * 32) {
+            const int lane = __ffs(static_cast<int>(within.lanes)) - 1;
+            const float of_lane = __shfl_sync(kAllLanes, within.before, lane);
+            before = last < 0 ? of_lane : before;
+            first = last < 0 ? chunk * 32 + lane : first;
+            last = chunk * 32 + 31 - __clz(within.lanes);
+            num += within.lanes >> lane_idx & 1 ? mass * few.num_a_mass(bin) : 0.0f;
         }
-        before = until;
     }
-    __syncwarp();
-    const int first_of_all = __reduce_min_sync(kAllLanes, first);
-    const int last_of_all = __reduce_max_sync(kAllLanes, last);
-    const float num = first < kFewBins ? within * few.num_a_mass(last) : 0.0f;
+    const bool is_tail = last == kFewBins - 1;
+    if (lane_idx * 32 > first && lane_idx * 32 + 31 < last) {
+        num += of_chunk * few.num_a_mass(lane_idx * 32 + 16);
+    }
     const unsigned num_of_all = __reduce_add_sync(kAllLanes, static_cast<unsigned>(num + 0.999f));
-    before_first = __shfl_sync(kAllLanes, before_first, first_of_all / kEach % 32);
-    const bool is_tail = last_of_all == kFewBins - 1;
-    const float to = few.edge(first_of_all, -0.51f), from = few.edge(last_of_all, 0.51f);
     if (lane_idx == 0) {
-        Near found = {is_tail ? near.from : fmaxf(near.from, from),
-                      first_of_all == 0 ? near.to : to, before_first,
-                      static_cast<int>(num_of_all), first_of_all <= last_of_all, is_tail};
+        Near found = {is_tail ? near.from : fmaxf(near.from, few.edge(last, 0.5f)),
+                      first == 0 ? near.to : few.edge(first, -0.5f), before,
+                      static_cast<int>(num_of_all), first <= last, is_tail};
         found.is_any = found.is_any && found.to > found.from;
         shared.near = found;
     }
@@ -129,12 +184,12 @@ __device__ __forceinline__ void draw_of_warp(const HeldInOrder& part, int warp, 
             one.add(masses[j]);
             own += z[j] > from ? one.value() : 0;
         }
-        const uint64_t of_turn = warp_sum(own);
+        const uint64_t of_turn = sum_warp(own);
         if (drawn >= of_turn) {
             drawn -= of_turn;
             continue;
         }
-        const uint64_t until = warp_scan(own, lane_idx);
+        const uint64_t until = scan_warp(own);
         uint64_t sum = until - own;
         if (sum <= drawn && drawn < until) {
 #pragma unroll 1
@@ -159,9 +214,28 @@ __device__ __noinline__ void draw_held(float from, uint64_t total) {
     const Team team(team_shared());
     TeamShared& shared = team.shared;
     const HeldInOrder part(shared.p.size, team);
-    const Place place = find_piece(shared, below(total, shared.bits));
-    if (place.piece / kNumWarps == team.rank) {
-        draw_of_warp(part, place.piece, from, total, place.rest, shared);
+    // Each lane has neighbouring warps; one passes what is drawn.
+    constexpr int kEach = kPieces / 32;
+    int warp = threadIdx.x % 32 * kEach;
+    uint64_t own = 0, drawn = below(total, shared.bits);
+#pragma unroll 1
+    for (int i = 0; i < kEach; ++i) {
+        own += shared.pieces[warp + i];
+    }
+    const uint64_t before = scan_warp(own) - own;
+    const bool is_here = before <= drawn && drawn - before < own;
+    drawn -= before;
+    if (is_here) {
+#pragma unroll 1
+        for (; drawn >= shared.pieces[warp]; ++warp) {
+            drawn -= shared.pieces[warp];
+        }
+    }
+    const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_here))) - 1;
+    warp = __shfl_sync(kAllLanes, warp, lane);
+    drawn = __shfl_sync(kAllLanes, drawn, lane);
+    if (warp / kNumWarps == team.rank) {
+        draw_of_warp(part, warp, from, total, drawn, shared);
     }
     __syncwarp();
 }
@@ -171,7 +245,6 @@ __device__ __noinline__ void draw_held(float from, uint64_t total) {
 __device__ __noinline__ bool draw_near() {
     const Team team(team_shared());
     TeamShared& shared = team.shared;
-    Shared& s = shared.s;
     const HeldInOrder part(shared.p.size, team);
     const Weigher weigher = shared.weigher();
     const int lane_idx = threadIdx.x % 32;
@@ -182,82 +255,54 @@ __device__ __noinline__ bool draw_near() {
             ld_shared_cluster_2(cluster_address(shared_address(&shared.num_own), lane_idx)).x);
     }
     __syncwarp();
-    const int until = warp_scan(min(of_block, kMostNear + 1), lane_idx);
+    const int until = scan_warp(min(of_block, kMostNear + 1));
     const int num = __shfl_sync(kAllLanes, until, 31);
     if (num > kMostNear) {
         return false;
     }
-    // Two candidates of a lane.
-    constexpr int kNum = kMostNear / 32;
-    float values[kNum];
-    int indices[kNum];
-    uint64_t masses[kNum], above[kNum];
-#pragma unroll
-    for (int i = 0; i < kNum; ++i) {
-        const int place = lane_idx + 32 * i;
-        int from = 0, before = 0;
+    int from = 0, before = 0;
 #pragma unroll 1
-        for (int rank = 0; rank < team.size; ++rank) {
-            const int end = __shfl_sync(kAllLanes, until, rank);
-            from += place >= end;
-            before = place >= end ? end : before;
-        }
-        values[i] = -kInfinity;
-        indices[i] = 0;
-        if (place < num) {
-            const uint2 found = team.read_candidate(place - before, from);
-            values[i] = __uint_as_float(found.x);
-            indices[i] = static_cast<int>(found.y);
-        }
-        masses[i] = place < num ? weigher.mass(values[i]) : 0;
-        s.values[place] = values[i];
-        s.masses[place] = masses[i];
-        above[i] = 0;
+    for (int rank = 0; rank < team.size; ++rank) {
+        const int end = __shfl_sync(kAllLanes, until, rank);
+        from += lane_idx >= end;
+        before = lane_idx >= end ? end : before;
     }
+    const bool is_any = lane_idx < num;
+    float value = -kInfinity;
+    int index = 0;
+    if (is_any) {
+        const uint2 found = team.read_candidate(lane_idx - before, from);
+        value = __uint_as_float(found.x);
+        index = static_cast<int>(found.y);
+    }
+    const uint64_t mass = is_any ? weigher.mass(value) : 0;
+    uint64_t above = 0;
     __syncwarp();
-#pragma unroll 2
-    for (int j = 0; j < num; ++j) {
-        const float value = s.values[j];
-        const uint64_t mass = s.masses[j];
-#pragma unroll
-        for (int i = 0; i < kNum; ++i) {
-            above[i] += value > values[i] ? mass : 0;
-        }
+#pragma unroll 1
+    for (int i = 0; i < num; ++i) {
+        const uint64_t other = __shfl_sync(kAllLanes, mass, i);
+        above += __shfl_sync(kAllLanes, value, i) > value ? other : 0;
     }
-    uint64_t found = 0, dropped = 0;
-#pragma unroll
-    for (int i = 0; i < kNum; ++i) {
-        found += masses[i];
-    }
-    found = warp_sum(found);
-    const uint64_t target = shared.target, of_above = of_all - found;
+    const uint64_t target = shared.target, of_above = of_all - sum_warp(mass);
     if (of_above >= target || of_all < target) {
         return false;
     }
-    uint32_t least = key_of(shared.near.to) + 1;
-#pragma unroll
-    for (int i = 0; i < kNum; ++i) {
-        if (lane_idx + 32 * i < num) {
-            if (of_above + above[i] < target) {
-                least = min(least, key_of(values[i]));
-            } else {
-                dropped += masses[i];
-                const int piece = indices[i] / part.of_warp;
-                add_mass(shared.dropped_low[piece], shared.dropped_high[piece], masses[i]);
-            }
-        }
+    const bool is_kept = is_any && of_above + above < target;
+    const uint32_t least =
+        __reduce_min_sync(kAllLanes, is_kept ? key_of(value) : key_of(shared.near.to) + 1);
+    const uint64_t dropped = is_kept ? 0 : mass;
+    if (dropped > 0) {
+        const int piece = index / part.of_warp;
+        add_mass(shared.dropped_low[piece], shared.dropped_high[piece], dropped);
     }
     __syncwarp();
-    least = __reduce_min_sync(kAllLanes, least);
-    dropped = warp_sum(dropped);
-#pragma unroll
-    for (int i = 0; i < Team::kEach; ++i) {
-        const int piece = lane_idx + 32 * i;
+#pragma unroll 1
+    for (int piece = lane_idx; piece < kPieces; piece += 32) {
         shared.pieces[piece] -= static_cast<uint64_t>(shared.dropped_high[piece]) << 32 |
                                 shared.dropped_low[piece];
     }
     __syncwarp();
-    draw_held(from_key(least - 1), of_all - dropped);
+    draw_held(from_key(least - 1), of_all - sum_warp(dropped));
     return true;
 }
 
@@ -266,16 +311,13 @@ __device__ __noinline__ void begin_whole() {
     const Team team(team_shared());
     TeamShared& shared = team.shared;
     const int lane_idx = threadIdx.x % 32;
-    uint64_t ends[Team::kEach];
-    team.read_words(shared.own_ends, ends);
-    uint32_t highest = 0, deepest = ~0u;
-#pragma unroll
-    for (const uint64_t each : ends) {
-        highest = max(highest, static_cast<uint32_t>(each >> 32));
-        deepest = min(deepest, each > 0 ? static_cast<uint32_t>(each) : ~0u);
+    uint2 ends = make_uint2(0, 0);
+    if (lane_idx < team.size) {
+        ends = ld_shared_cluster_2(cluster_address(shared_address(shared.own_ends), lane_idx));
     }
-    highest = __reduce_max_sync(kAllLanes, highest);
-    deepest = __reduce_min_sync(kAllLanes, deepest);
+    __syncwarp();
+    const uint32_t highest = __reduce_max_sync(kAllLanes, ends.x);
+    const uint32_t deepest = ~__reduce_max_sync(kAllLanes, ends.y);
     const float largest = from_key(highest);
     const Weigher weigher = {fminf(largest, FLT_MAX), shared.scale, shared.lowest};
     const SampleParams& p = shared.p;
@@ -308,19 +350,17 @@ __device__ __noinline__ bool draw_whole() {
     const float of_thread = hold(shared);
     const uint32_t key = key_of(of_thread);
     const uint32_t most = __reduce_max_sync(kAllLanes, key);
-    const uint32_t least = __reduce_min_sync(kAllLanes, of_thread > -kInfinity ? key : ~0u);
-    team.take_back();
+    const uint32_t least = __reduce_max_sync(kAllLanes, of_thread > -kInfinity ? ~key : 0u);
     if (lane_idx == 0) {
-        shared.own_ends[warp_idx] = static_cast<uint64_t>(most) << 32 | least;
+        atomicMax(&shared.own_ends[0], most);
+        atomicMax(&shared.own_ends[1], least);
     }
+    team.take_back();
     for (int i = thread_idx; i < 2 * kFewBins; i += kNumThreads) {
         shared.few_bins[0][i] = 0;
     }
     if (thread_idx <= kPieces) {
         shared.dropped_low[thread_idx] = shared.dropped_high[thread_idx] = 0;
-    }
-    if (thread_idx == 0) {
-        shared.num_own = 0;
     }
     team.meet();
     if (warp_idx == 0) {
@@ -364,7 +404,7 @@ __device__ __noinline__ bool draw_whole() {
             }
         }
     }
-    const uint64_t of_warp = warp_sum(totals[0].value() + totals[1].value());
+    const uint64_t of_warp = sum_warp(totals[0].value() + totals[1].value());
     if (lane_idx == 0) {
         shared.own_totals[warp_idx] = of_warp;
     }
@@ -448,7 +488,7 @@ __device__ __noinline__ bool draw_whole() {
         }
     }
     __syncwarp();
-    const uint64_t of_warp_above = warp_sum(above[0].value() + above[1].value());
+    const uint64_t of_warp_above = sum_warp(above[0].value() + above[1].value());
     if (lane_idx == 0) {
         shared.own_pieces[warp_idx] = of_warp_above;
     }

@@ -10,7 +10,7 @@ namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMaxTeam = 16;
 constexpr int kListed = 1024;
-constexpr int kFewBins = 1024;
+constexpr int kFewBins = 1024, kChunks = 32;  // of rows that are held
 constexpr int kNumGroups = 8 * kNumWarps;  // of threads, of which the largest are compared
 constexpr int kPieces = kMaxTeam * kNumWarps;     // of a row, where it is weighed
 
@@ -70,7 +70,6 @@ struct TeamShared {
     // Fours of a thread that are weighed side by side, and as many under way in other slots.
     static constexpr int kTurns = 2, kSlots = 4;
     alignas(16) uint4 under_way[kSlots * kTurns * kNumThreads];
-    alignas(16) float4 weighed[kSlots * kTurns * kNumThreads];  // of rows that are held: masses
     Note mine;
     Note notes[kMaxTeam];
     alignas(16) uint2 own[kNumCandidates];  // values and indices, of this block's share
@@ -81,14 +80,21 @@ struct TeamShared {
         };
         Bins own_bins;  // of this block's share
     };
-    Bins bins;                                 // of the row
+    union {
+        Bins bins;  // of the row
+        struct {
+            // Of a row that is held: what is in each bin, by turns; the masses of the block's share
+            // of them, and of each of its chunks.
+            alignas(16) uint32_t few_bins[2][kFewBins];
+            alignas(16) float few_masses[kFewBins];
+            alignas(16) float chunks[kChunks];
+        };
+    };
     alignas(16) float own_groups[kNumGroups];  // the largest of each, of this block's
     alignas(16) float groups[kNumGroups];      // and of all
-    // Of rows that are held: what is in each of few bins, by turns, and the masses of the block's
-    // share of them; keys of the largest of each warp and of the least of its threads' largest.
-    alignas(16) uint32_t few_bins[2][kFewBins];
-    alignas(16) float few_masses[kFewBins];
-    alignas(16) uint64_t own_ends[kNumWarps];
+    // Of rows that are held: keys of the largest, and of the least of what is a thread's largest,
+    // inverted.
+    alignas(8) uint32_t own_ends[2];
     Near near;
     FewBins few;
     uint64_t target;
@@ -109,6 +115,8 @@ struct TeamShared {
     // Words of what candidates that are not kept weighed there, and all of them.
     uint32_t dropped_low[kPieces + 1], dropped_high[kPieces + 1];
     Shared s;  // of the row: the same in every block, but for the sums of warps
+    // Of rows that are held what each value weighs: there where a launch has room for it.
+    alignas(16) float4 weighed[kSlots * kTurns * kNumThreads];
 
     __device__ __forceinline__ Weigher weigher() const {
         return {fminf(largest, FLT_MAX), scale, lowest};
@@ -287,44 +295,6 @@ struct Team {
             __syncwarp();
             cluster_arrive_relaxed();
         }
-    }
-
-    // One number of each warp of all blocks: those of the lane's kEach neighbours, 0 of others. By a
-    // warp.
-    static constexpr int kEach = kPieces / 32;
-    __device__ __forceinline__ void read_words(const uint64_t* own, uint64_t (&found)[kEach]) const {
-        const int piece = threadIdx.x % 32 * kEach;
-        const uint32_t at = cluster_address(shared_address(own + piece % kNumWarps),
-                                            min(size - 1, piece / kNumWarps));
-        const bool are_any = piece < kNumWarps << shift;
-#pragma unroll
-        for (int i = 0; i < kEach; i += 2) {
-            const float4 v = ld_shared_cluster(at + i * sizeof(uint64_t));
-            const auto word = [&](float low, float high) {
-                return are_any ? static_cast<uint64_t>(__float_as_uint(high)) << 32 |
-                                     __float_as_uint(low)
-                               : 0;
-            };
-            found[i] = word(v.x, v.y);
-            found[i + 1] = word(v.z, v.w);
-        }
-    }
-
-    // Of what all blocks have in few bins this one's share, four of a thread; where a thread has
-    // some, and the first of them.
-    __device__ __forceinline__ bool sum_few(const uint32_t* own, int& first, uint4& sum) const {
-        const int share = kFewBins >> shift;
-        first = rank * share + static_cast<int>(threadIdx.x) * 4;
-        if (static_cast<int>(threadIdx.x) * 4 >= share) {
-            return false;
-        }
-        sum = make_uint4(0, 0, 0, 0);
-#pragma unroll 8
-        for (int its_rank = 0; its_rank < size; ++its_rank) {
-            const uint4 four = read_four(own + first, its_rank);
-            sum = make_uint4(sum.x + four.x, sum.y + four.y, sum.z + four.z, sum.w + four.w);
-        }
-        return true;
     }
 
     __device__ __forceinline__ uint2 read_candidate(int place, int from) const {

@@ -57,9 +57,10 @@ def choose_team(
     if is_read_once:
         places //= 2
     of_a_turn = _SHARE_OF_A_TURN if has_probs else _SHARE_OF_CERTAIN
-    for team in (8, 4, 2):
+    for team in (16, 8, 4, 2):
         is_resident = team * positions <= places
-        if (is_resident or not is_read_once) and team * (
+        takes_turns = not is_read_once and team <= 8
+        if (is_resident or takes_turns) and team * (
             _LEAST_SHARE if is_resident else of_a_turn
         ) <= vocab_size:
             return team
