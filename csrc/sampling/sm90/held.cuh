@@ -143,7 +143,7 @@ __device__ __noinline__ float hold_any() {
     row.has_mask = shared.has_mask;
     const Fours fours(row);
     uint4* held = held_of_thread(shared);
-    constexpr int kTogether = 1;
+    constexpr int kTogether = 2;
     float largest = -kInfinity;
     // A line is some lanes'.
 #pragma unroll 1
@@ -156,6 +156,12 @@ __device__ __noinline__ float hold_any() {
             }
             if (fours.has_counts) {
                 prefetch_l2(p.counts + p.row_idx * p.counts_stride + at);
+            }
+            if (threadIdx.x % 32 == 0 && row.has_mask) {
+                prefetch_l2(p.allowed + p.row_idx * p.allowed_stride + at / 32);
+            }
+            if (threadIdx.x % 32 == 0 && fours.has_prompt) {
+                prefetch_l2(p.in_prompt + p.row_idx * p.in_prompt_stride + at / 32);
             }
         }
     }

@@ -19,49 +19,28 @@ namespace kernel_hub::sampling::sm90 {
 constexpr int kMostNear = 32;  // values that are compared in pairs, each by a lane
 constexpr int kLevels = 3;     // of bins
 
-// NOTE: what is done once runs as often as its code is fetched, which takes longer than to run it:
-// loops, none of them unrolled but for what is waited for.
-template <typename V>
-__device__ __forceinline__ V scan_warp(V value) {
-    const int lane_idx = threadIdx.x % 32;
-#pragma unroll 1
-    for (int step = 1; step < 32; step *= 2) {
-        const V other = __shfl_up_sync(kAllLanes, value, step);
-        value += lane_idx >= step ? other : V(0);
-    }
-    return value;
-}
-
-// The sum over a warp.
-__device__ __noinline__ uint64_t sum_warp(uint64_t value) {
-    constexpr int kBits = 27;  // of 32 lanes: 32
-    uint64_t sum = 0;
-#pragma unroll 1
-    for (int shift = 0; shift < 64; shift += kBits) {
-        const uint32_t part = static_cast<uint32_t>(value >> shift) & ((1u << kBits) - 1);
-        sum += static_cast<uint64_t>(__reduce_add_sync(kAllLanes, part)) << shift;
-    }
-    return sum;
-}
-
 // A number of each warp of all blocks, into shared.pieces; their sum. By a warp.
 __device__ __noinline__ uint64_t sum_pieces(const uint64_t* own_pieces) {
     const Team team(team_shared());
     const int lane_idx = threadIdx.x % 32;
     uint64_t sum = 0;
-#pragma unroll 4
-    for (int piece = lane_idx; piece < kPieces; piece += 32) {
+    const int pieces = team.pieces(), warps = kNumWarps << team.shift;
+#pragma unroll
+    for (int i = 0; i < kPieces / 32; ++i) {
+        const int piece = lane_idx + 32 * i;
         uint2 words = make_uint2(0, 0);
-        if (piece < kNumWarps << team.shift) {
+        if (piece < warps) {
             const uint32_t at = shared_address(own_pieces + piece % kNumWarps);
             words = ld_shared_cluster_2(cluster_address(at, piece / kNumWarps));
         }
         const uint64_t word = static_cast<uint64_t>(words.y) << 32 | words.x;
-        team.shared.pieces[piece] = word;
+        if (piece < pieces) {
+            team.shared.pieces[piece] = word;
+        }
         sum += word;
     }
     __syncwarp();
-    return sum_warp(sum);
+    return warp_sum(sum);
 }
 
 // The block's share of what all blocks have in bins, as masses; chunks of them together.
@@ -75,7 +54,7 @@ __device__ __forceinline__ void share_bins(const uint32_t* bins, const Team& tea
     const bool has_some = thread_idx * kEach < share;
     const int first = team.rank * share + (has_some ? thread_idx * kEach : 0);
     uint4 sum = make_uint4(0, 0, 0, 0);
-#pragma unroll 4
+#pragma unroll 8
     for (int rank = 0; rank < team.size; ++rank) {
         const uint4 four = team.read_four(bins + first, rank);
         sum = make_uint4(sum.x + four.x, sum.y + four.y, sum.z + four.z, sum.w + four.w);
@@ -99,13 +78,13 @@ struct Met {
     float before;  // of the lane
 };
 __device__ __forceinline__ Met meet_sum(float mass, float before, float least, float most) {
-    const float until = before + scan_warp(mass);
+    const float until = before + warp_scan(mass, static_cast<int>(threadIdx.x) % 32);
     before = until - mass;
     return {__ballot_sync(kAllLanes, mass > 0.0f && before < most && until > least), before};
 }
 
 // Where in shared.near the threshold is, nearly, by the masses of bins. By a warp.
-__device__ __noinline__ void narrow(bool is_first) {
+__device__ __noinline__ void narrow() {
     static_assert(kFewBins == 32 * kChunks && kChunks == 32);
     const Team team(team_shared());
     TeamShared& shared = team.shared;
@@ -116,15 +95,6 @@ __device__ __noinline__ void narrow(bool is_first) {
         return __uint_as_float(at & 4u ? two.y : two.x);
     };
     const float of_chunk = read(&shared.chunks[lane_idx], lane_idx);
-    if (is_first) {
-        const uint64_t total = sum_pieces(shared.own_totals);
-        const uint64_t target = mass_needed(shared.top_p, total);
-        if (lane_idx == 0) {
-            shared.s.total = total;
-            shared.target = target;
-        }
-        __syncwarp();
-    }
     const float target = static_cast<float>(shared.target);
     // Of few values apart what is rounded adds up.
     const float slack =
@@ -184,12 +154,12 @@ __device__ __forceinline__ void draw_of_warp(const HeldInOrder& part, int warp, 
             one.add(masses[j]);
             own += z[j] > from ? one.value() : 0;
         }
-        const uint64_t of_turn = sum_warp(own);
+        const uint64_t of_turn = warp_sum(own);
         if (drawn >= of_turn) {
             drawn -= of_turn;
             continue;
         }
-        const uint64_t until = scan_warp(own);
+        const uint64_t until = warp_scan(own, lane_idx);
         uint64_t sum = until - own;
         if (sum <= drawn && drawn < until) {
 #pragma unroll 1
@@ -212,97 +182,81 @@ __device__ __forceinline__ void draw_of_warp(const HeldInOrder& part, int warp, 
 // Draws from what is above `from`, which shared.pieces have together. By a warp of each block.
 __device__ __noinline__ void draw_held(float from, uint64_t total) {
     const Team team(team_shared());
-    TeamShared& shared = team.shared;
-    const HeldInOrder part(shared.p.size, team);
-    // Each lane has neighbouring warps; one passes what is drawn.
-    constexpr int kEach = kPieces / 32;
-    int warp = threadIdx.x % 32 * kEach;
-    uint64_t own = 0, drawn = below(total, shared.bits);
-#pragma unroll 1
-    for (int i = 0; i < kEach; ++i) {
-        own += shared.pieces[warp + i];
-    }
-    const uint64_t before = scan_warp(own) - own;
-    const bool is_here = before <= drawn && drawn - before < own;
-    drawn -= before;
-    if (is_here) {
-#pragma unroll 1
-        for (; drawn >= shared.pieces[warp]; ++warp) {
-            drawn -= shared.pieces[warp];
-        }
-    }
-    const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_here))) - 1;
-    warp = __shfl_sync(kAllLanes, warp, lane);
-    drawn = __shfl_sync(kAllLanes, drawn, lane);
-    if (warp / kNumWarps == team.rank) {
-        draw_of_warp(part, warp, from, total, drawn, shared);
+    const Place place = find_piece(team, below(total, team.shared.bits));
+    if (place.piece / kNumWarps == team.rank) {
+        const HeldInOrder part(team.shared.p.size, team);
+        draw_of_warp(part, place.piece, from, total, place.rest, team.shared);
     }
     __syncwarp();
 }
 
-// Draws from what has less than the target above it, if that ends in `near`, of which all blocks
-// have left their candidates, and what warps have above its end. By a warp of each block.
-__device__ __noinline__ bool draw_near() {
-    const Team team(team_shared());
+// A candidate of a lane, of those that all blocks have left in shared.near.
+struct NearOne {
+    float value;
+    int index, num;  // num: of all lanes; perhaps more than there are
+    uint64_t mass, above;
+};
+
+__device__ __forceinline__ NearOne gather_near(const Team& team) {
     TeamShared& shared = team.shared;
-    const HeldInOrder part(shared.p.size, team);
-    const Weigher weigher = shared.weigher();
     const int lane_idx = threadIdx.x % 32;
-    const uint64_t of_all = sum_pieces(shared.own_pieces);
     int of_block = 0;
     if (lane_idx < team.size) {
         of_block = static_cast<int>(
             ld_shared_cluster_2(cluster_address(shared_address(&shared.num_own), lane_idx)).x);
     }
     __syncwarp();
-    const int until = scan_warp(min(of_block, kMostNear + 1));
-    const int num = __shfl_sync(kAllLanes, until, 31);
-    if (num > kMostNear) {
+    const int until = warp_scan(min(of_block, kMostNear + 1), lane_idx);
+    NearOne mine = {-kInfinity, 0, __shfl_sync(kAllLanes, until, 31), 0, 0};
+    if (mine.num > kMostNear) {
+        return mine;
+    }
+    // Which of a block's the lane's is.
+    int* places = shared.s.indices;
+#pragma unroll 1
+    for (int i = 0; i < of_block; ++i) {
+        places[until - of_block + i] = lane_idx * kMostNear + i;
+    }
+    __syncwarp();
+    if (lane_idx < mine.num) {
+        const int place = places[lane_idx];
+        const uint2 found = team.read_candidate(place % kMostNear, place / kMostNear);
+        mine.value = __uint_as_float(found.x);
+        mine.index = static_cast<int>(found.y);
+        mine.mass = shared.weigher().mass(mine.value);
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = 0; i < mine.num; ++i) {
+        const uint64_t other = __shfl_sync(kAllLanes, mine.mass, i);
+        mine.above += __shfl_sync(kAllLanes, mine.value, i) > mine.value ? other : 0;
+    }
+    return mine;
+}
+
+// Draws from what has less than the target above it, if that ends in shared.near, behind whose
+// lower end shared.pieces have s.above. By a warp of each block.
+__device__ __forceinline__ bool draw_near(const NearOne& mine, const Team& team) {
+    TeamShared& shared = team.shared;
+    if (mine.num > kMostNear) {
         return false;
     }
-    int from = 0, before = 0;
-#pragma unroll 1
-    for (int rank = 0; rank < team.size; ++rank) {
-        const int end = __shfl_sync(kAllLanes, until, rank);
-        from += lane_idx >= end;
-        before = lane_idx >= end ? end : before;
-    }
-    const bool is_any = lane_idx < num;
-    float value = -kInfinity;
-    int index = 0;
-    if (is_any) {
-        const uint2 found = team.read_candidate(lane_idx - before, from);
-        value = __uint_as_float(found.x);
-        index = static_cast<int>(found.y);
-    }
-    const uint64_t mass = is_any ? weigher.mass(value) : 0;
-    uint64_t above = 0;
-    __syncwarp();
-#pragma unroll 1
-    for (int i = 0; i < num; ++i) {
-        const uint64_t other = __shfl_sync(kAllLanes, mass, i);
-        above += __shfl_sync(kAllLanes, value, i) > value ? other : 0;
-    }
-    const uint64_t target = shared.target, of_above = of_all - sum_warp(mass);
+    const uint64_t of_all = shared.s.above, target = shared.target;
+    const uint64_t of_above = of_all - warp_sum(mine.mass);
     if (of_above >= target || of_all < target) {
         return false;
     }
-    const bool is_kept = is_any && of_above + above < target;
+    const bool is_any = static_cast<int>(threadIdx.x % 32) < mine.num;
+    const bool is_kept = is_any && of_above + mine.above < target;
     const uint32_t least =
-        __reduce_min_sync(kAllLanes, is_kept ? key_of(value) : key_of(shared.near.to) + 1);
-    const uint64_t dropped = is_kept ? 0 : mass;
+        __reduce_min_sync(kAllLanes, is_kept ? key_of(mine.value) : key_of(shared.near.to) + 1);
+    const uint64_t dropped = is_kept ? 0 : mine.mass;
     if (dropped > 0) {
-        const int piece = index / part.of_warp;
-        add_mass(shared.dropped_low[piece], shared.dropped_high[piece], dropped);
+        const int of_warp = HeldInOrder(shared.p.size, team).of_warp;
+        take_mass(shared.pieces[mine.index / of_warp], dropped);
     }
     __syncwarp();
-#pragma unroll 1
-    for (int piece = lane_idx; piece < kPieces; piece += 32) {
-        shared.pieces[piece] -= static_cast<uint64_t>(shared.dropped_high[piece]) << 32 |
-                                shared.dropped_low[piece];
-    }
-    __syncwarp();
-    draw_held(from_key(least - 1), of_all - sum_warp(dropped));
+    draw_held(from_key(least - 1), of_all - warp_sum(dropped));
     return true;
 }
 
@@ -359,9 +313,6 @@ __device__ __noinline__ bool draw_whole() {
     for (int i = thread_idx; i < 2 * kFewBins; i += kNumThreads) {
         shared.few_bins[0][i] = 0;
     }
-    if (thread_idx <= kPieces) {
-        shared.dropped_low[thread_idx] = shared.dropped_high[thread_idx] = 0;
-    }
     team.meet();
     if (warp_idx == 0) {
         begin_whole();
@@ -404,7 +355,7 @@ __device__ __noinline__ bool draw_whole() {
             }
         }
     }
-    const uint64_t of_warp = sum_warp(totals[0].value() + totals[1].value());
+    const uint64_t of_warp = warp_sum(totals[0].value() + totals[1].value());
     if (lane_idx == 0) {
         shared.own_totals[warp_idx] = of_warp;
     }
@@ -420,10 +371,18 @@ __device__ __noinline__ bool draw_whole() {
 #pragma unroll 1
     for (int level = 0;; ++level) {
         share_bins(shared.few_bins[level % 2], team);
+        if (level == 0 && warp_idx == kNumWarps - 1) {
+            const uint64_t total = sum_pieces(shared.own_totals);
+            const uint64_t target = mass_needed(shared.top_p, total);
+            if (lane_idx == 0) {
+                s.total = total;
+                shared.target = target;
+            }
+        }
         __syncwarp();
         team.meet();
         if (warp_idx == 0) {
-            narrow(level == 0);
+            narrow();
         }
         __syncthreads();
         near = shared.near;
@@ -488,13 +447,23 @@ __device__ __noinline__ bool draw_whole() {
         }
     }
     __syncwarp();
-    const uint64_t of_warp_above = sum_warp(above[0].value() + above[1].value());
+    const uint64_t of_warp_above = warp_sum(above[0].value() + above[1].value());
     if (lane_idx == 0) {
         shared.own_pieces[warp_idx] = of_warp_above;
     }
     team.meet();
+    NearOne mine;
     if (warp_idx == 0) {
-        const bool is_drawn = draw_near();
+        mine = gather_near(team);
+    } else if (warp_idx == 1) {
+        const uint64_t of_all = sum_pieces(shared.own_pieces);
+        if (lane_idx == 0) {
+            s.above = of_all;
+        }
+    }
+    __syncthreads();
+    if (warp_idx == 0) {
+        const bool is_drawn = draw_near(mine, team);
         if (lane_idx == 0) {
             s.is_done = is_drawn;
         }

@@ -12,7 +12,8 @@ constexpr int kMaxTeam = 16;
 constexpr int kListed = 1024;
 constexpr int kFewBins = 1024, kChunks = 32;  // of rows that are held
 constexpr int kNumGroups = 8 * kNumWarps;  // of threads, of which the largest are compared
-constexpr int kPieces = kMaxTeam * kNumWarps;     // of a row, where it is weighed
+constexpr int kLeastPieces = 8 * kNumWarps;       // of a row, where it is weighed
+constexpr int kPieces = kMaxTeam * kNumWarps;
 
 // What a block says. Read as vectors.
 struct alignas(16) Note {
@@ -110,10 +111,8 @@ struct TeamShared {
     bool is_ahead;  // Fours::is_ahead
     // What each piece of the row has above the window's lower end, and what each warp of all blocks
     // has weighed in all.
-    alignas(16) uint64_t own_pieces[kPieces], own_totals[kNumWarps];
-    uint64_t pieces[kPieces], totals[kPieces];
-    // Words of what candidates that are not kept weighed there, and all of them.
-    uint32_t dropped_low[kPieces + 1], dropped_high[kPieces + 1];
+    uint64_t own_pieces[kLeastPieces], own_totals[kNumWarps];
+    uint64_t pieces[kPieces];
     Shared s;  // of the row: the same in every block, but for the sums of warps
     // Of rows that are held what each value weighs: there where a launch has room for it.
     alignas(16) float4 weighed[kSlots * kTurns * kNumThreads];
@@ -164,6 +163,9 @@ struct Team {
 
     __device__ __forceinline__ explicit Team(TeamShared& its)
         : shared(its), rank(cluster_rank()), size(cluster_size()), shift(exponent_of(size)) {}
+
+    // Of the row, where it is weighed.
+    __device__ __forceinline__ int pieces() const { return max(kLeastPieces, kNumWarps << shift); }
 
     // Of which block a number below `num`, a power of two, is, if each has neighbours; which of
     // its.
@@ -309,21 +311,31 @@ struct Team {
     }
 
   private:
-    // Of which block's warp a piece is: pieces of a row go around the warps of the cluster.
+    // Of which block's warp a piece is: pieces of a row go around the warps of the cluster. What
+    // warps have weighed in all, of 32 of them together, is left in s.warp_masses.
     __device__ __forceinline__ void read_masses() {
+        static_assert(2 * kPieces == kNumThreads && kMaxTeam / 2 <= kNumWarps);
         const int thread_idx = threadIdx.x, piece = thread_idx % kPieces;
         const int warps = kNumWarps << shift, warp = piece & (warps - 1);
         const bool is_total = thread_idx >= kPieces;
-        if (thread_idx < 2 * kPieces && !(is_total && piece >= warps)) {
+        if (piece / 32 * 32 >= (is_total ? warps : pieces())) {
+            return;
+        }
+        uint2 words = make_uint2(0, 0);
+        if (!(is_total && piece >= warps)) {
             const uint64_t* own =
                 is_total
                     ? &shared.own_totals[warp % kNumWarps]
                     : &shared
                            .own_pieces[(piece >> shift) / kNumWarps * kNumWarps + warp % kNumWarps];
-            const uint2 words =
-                ld_shared_cluster_2(cluster_address(shared_address(own), warp / kNumWarps));
-            (is_total ? shared.totals : shared.pieces)[piece] =
-                static_cast<uint64_t>(words.y) << 32 | words.x;
+            words = ld_shared_cluster_2(cluster_address(shared_address(own), warp / kNumWarps));
+        }
+        uint64_t word = static_cast<uint64_t>(words.y) << 32 | words.x;
+        if (is_total) {
+            word = warp_sum(word);
+            shared.s.warp_masses[piece / 32] = word;
+        } else {
+            shared.pieces[piece] = word;
         }
     }
 

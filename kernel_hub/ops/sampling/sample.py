@@ -186,7 +186,7 @@ def choose_team(batch_size: int, vocab_size: int, num_sms: int) -> int:
         # Larger clusters do not fill all of the multiprocessors.
         places = num_sms - (0 if team == 2 else _LEFT_OVER)
         if team == 16:
-            # As many as find a place however multiprocessors are dealt to groups of at most 18.
+            # As many as find a place, however multiprocessors are dealt to groups of at most 18.
             places = (num_sms - _GROUPS * (team - 1)) // (18 - team + 1) * team
         if team * batch_size <= places and team * _LEAST_SHARE <= vocab_size:
             return team

@@ -58,7 +58,9 @@ def choose_team(
         places //= 2
     of_a_turn = _SHARE_OF_A_TURN if has_probs else _SHARE_OF_CERTAIN
     for team in (16, 8, 4, 2):
-        is_resident = team * positions <= places
+        # Of sixteen: with few passes, where each has a multiprocessor; never in turns.
+        most = gpu.num_sms if team == 16 and not has_probs else places
+        is_resident = team * positions <= most
         takes_turns = not is_read_once and team <= 8
         if (is_resident or takes_turns) and team * (
             _LEAST_SHARE if is_resident else of_a_turn
