@@ -1,8 +1,8 @@
 // Token ids drawn from logits on Hopper: what sample.cu draws, bit for bit, a row a cluster.
 //
-// As many blocks of 512 threads share a row as the launch says (1 to 8), one a multiprocessor. Each
-// has a share of it and tells the others what it found in notes in shared memory, which all of them
-// read: they know the same and decide the same, and one writes.
+// As many blocks of 512 threads share a row as the launch says (1 to 16), one a multiprocessor.
+// Each has a share of it and tells the others what it found in notes in shared memory, which all of
+// them read: they know the same and decide the same, and one writes.
 //   1. One pass from DRAM. The largest; and where top_k asks for few, what is above a bound by as
 //      many threads' largest, which rises as the pass goes on. What a block has above the least
 //      bound of its share of top_k, hardly more than top_k of all blocks, is compared with each
@@ -82,10 +82,6 @@ __device__ __forceinline__ void begin_row(const SampleParams& p, Team& team) {
     TeamShared& shared = team.shared;
     const int row_idx = p.row_idx;
     Row row(p);
-    const Fours fours(row);
-    if (threadIdx.x < 2) {
-        shared.own_ends[threadIdx.x] = 0;
-    }
     if (threadIdx.x == 0) {
         const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
         const int top_k = p.top_k ? p.top_k[row_idx] : 0;
@@ -98,7 +94,8 @@ __device__ __forceinline__ void begin_row(const SampleParams& p, Team& team) {
         const Weigher any = weigher_of(0.0f, temperature);
         shared.scale = any.scale;
         shared.lowest = any.lowest;
-        shared.is_ahead = fours.is_ahead;
+        shared.is_ahead = Fours(row).is_ahead;
+        shared.own_ends[0] = shared.own_ends[1] = 0;
         shared.s.range = -any.lowest;
     }
     prefetch_share<kFetched>(row, team, 0);  // behind what the row asks for
@@ -255,7 +252,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
 
 #define EXPORT_SAMPLE(NAME)                                                                \
     DESCRIBED(                                                                             \
-        NAME, "x: blocks of clusters, one a row, of 1, 2, 4 or 8",                         \
+        NAME, "x: blocks of clusters, one a row, of 1, 2, 4, 8 or 16",                     \
         (.threads = kNumThreads, .shared_bytes = offsetof(TeamShared, weighed),            \
          .block_n = kHeld * kTurn),                                                        \
         extern "C" __global__ void __launch_bounds__(kNumThreads, 1) NAME(SAMPLE_PARAMS) { \

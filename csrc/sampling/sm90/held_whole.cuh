@@ -17,7 +17,7 @@
 namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMostNear = 32;  // values that are compared in pairs, each by a lane
-constexpr int kLevels = 3;     // of bins
+constexpr int kLevels = 2;     // of bins
 
 // A number of each warp of all blocks, into shared.pieces; their sum. By a warp.
 __device__ __noinline__ uint64_t sum_pieces(const uint64_t* own_pieces) {
@@ -129,10 +129,14 @@ __device__ __noinline__ void narrow() {
     const unsigned num_of_all = __reduce_add_sync(kAllLanes, static_cast<unsigned>(num + 0.999f));
     if (lane_idx == 0) {
         Near found = {is_tail ? near.from : fmaxf(near.from, few.edge(last, 0.5f)),
-                      first == 0 ? near.to : few.edge(first, -0.5f), before,
-                      static_cast<int>(num_of_all), first <= last, is_tail};
+                      first == 0 ? near.to : few.edge(first, -0.5f),
+                      before,
+                      static_cast<int>(num_of_all),
+                      first <= last,
+                      is_tail};
         found.is_any = found.is_any && found.to > found.from;
         shared.near = found;
+        shared.own_ends[0] = shared.own_ends[1] = 0;  // of what is near, from now on
     }
     __syncwarp();
 }
@@ -206,9 +210,21 @@ __device__ __forceinline__ NearOne gather_near(const Team& team) {
             ld_shared_cluster_2(cluster_address(shared_address(&shared.num_own), lane_idx)).x);
     }
     __syncwarp();
-    const int until = warp_scan(min(of_block, kMostNear + 1), lane_idx);
+    const int until = warp_scan(of_block, lane_idx);
     NearOne mine = {-kInfinity, 0, __shfl_sync(kAllLanes, until, 31), 0, 0};
     if (mine.num > kMostNear) {
+        // One value, though there are many of it, is one candidate.
+        uint2 ends = make_uint2(0, 0);
+        if (lane_idx < team.size) {
+            ends = ld_shared_cluster_2(cluster_address(shared_address(shared.own_ends), lane_idx));
+        }
+        __syncwarp();
+        const uint32_t largest = __reduce_max_sync(kAllLanes, ends.x);
+        if (largest == ~__reduce_max_sync(kAllLanes, ends.y)) {
+            mine.value = lane_idx == 0 ? from_key(largest) : -kInfinity;
+            mine.mass = lane_idx == 0 ? mine.num * shared.weigher().mass(mine.value) : 0;
+            mine.num = 1;
+        }
         return mine;
     }
     // Which of a block's the lane's is.
@@ -422,6 +438,7 @@ __device__ __noinline__ bool draw_whole() {
         team.meet();
     }
     WholeSum above[2];
+    uint32_t ends[2] = {0, 0};
 #pragma unroll 1
     for (int i = 0; i < part.turns; ++i) {
         float z[kFour];
@@ -442,9 +459,15 @@ __device__ __noinline__ bool draw_whole() {
                 const float value = pick(z, j);
                 if (value > near.from && value <= near.to) {
                     shared.add(value, first + i * part.kTurn + j);
+                    ends[0] = max(ends[0], key_of(value));
+                    ends[1] = max(ends[1], ~key_of(value));
                 }
             }
         }
+    }
+    if (ends[0] > 0) {
+        atomicMax(&shared.own_ends[0], ends[0]);
+        atomicMax(&shared.own_ends[1], ends[1]);
     }
     __syncwarp();
     const uint64_t of_warp_above = warp_sum(above[0].value() + above[1].value());

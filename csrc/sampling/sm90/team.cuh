@@ -11,8 +11,8 @@ namespace kernel_hub::sampling::sm90 {
 constexpr int kMaxTeam = 16;
 constexpr int kListed = 1024;
 constexpr int kFewBins = 1024, kChunks = 32;  // of rows that are held
-constexpr int kNumGroups = 8 * kNumWarps;  // of threads, of which the largest are compared
-constexpr int kLeastPieces = 8 * kNumWarps;       // of a row, where it is weighed
+constexpr int kNumGroups = 8 * kNumWarps;     // of threads, of which the largest are compared
+constexpr int kLeastPieces = 8 * kNumWarps;   // of a row, where it is weighed
 constexpr int kPieces = kMaxTeam * kNumWarps;
 
 // What a block says. Read as vectors.
@@ -62,8 +62,8 @@ struct FewBins {
 // Where the threshold of a row that is held is, nearly: above `from`, up to `to`.
 struct Near {
     float from, to;
-    float before;  // the mass above `to`
-    int num;       // of values
+    float before;          // the mass above `to`
+    int num;               // of values
     bool is_any, is_tail;  // is_tail: it has all that is further below
 };
 
@@ -104,7 +104,7 @@ struct TeamShared {
     // Of the row, from the first pass on: what registers would hold for long.
     float largest, floor, top_p, bound, top_bound;
     float scale, lowest;  // of the Weigher
-    int top_k;  // 0: all
+    int top_k;            // 0: all
     bool is_greedy;
     SampleParams p;
     bool has_mask;  // that is heeded
