@@ -9,8 +9,8 @@
 
 namespace kernel_hub::sampling {
 
-constexpr int kPieces = 64;  // of a position
-constexpr int kLane = 4;     // neighbours that a lane takes: a four
+constexpr int kPieces = 128;  // of a position
+constexpr int kLane = 4;      // neighbours that a lane takes: a four
 constexpr int kStep = 32 * kLane;
 
 // The first element of a part of `width`, behind `origin` and at most `limit`.

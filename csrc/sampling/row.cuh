@@ -209,6 +209,19 @@ __device__ __forceinline__ V warp_reduce(V value, const Op& op) {
     return value;
 }
 
+// The sum over a warp, by what it adds in one instruction.
+__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
+    constexpr int kBits = 27;  // of 32 lanes: 32
+    constexpr uint32_t kPart = (1u << kBits) - 1;
+    uint64_t sum = 0;
+#pragma unroll
+    for (int shift = 0; shift < 64; shift += kBits) {
+        const uint32_t part = static_cast<uint32_t>(value >> shift) & kPart;
+        sum += static_cast<uint64_t>(__reduce_add_sync(kAllLanes, part)) << shift;
+    }
+    return sum;
+}
+
 // `value` of all threads joined by `op`, in every thread; `slots` keeps those of the warps.
 template <typename V, typename Op>
 __device__ __forceinline__ V block_reduce(V value, V (&slots)[kNumWarps], const Op& op) {

@@ -1,8 +1,8 @@
 // Token ids drawn from logits on Hopper: what sample.cu draws, bit for bit, a row a cluster.
 //
-// As many blocks of 512 threads share a row as the launch says (1 to 8), one a multiprocessor. Each
-// has a share of it and tells the others what it found in notes in shared memory, which all of them
-// read: they know the same and decide the same, and one writes.
+// As many blocks of 512 threads share a row as the launch says (1 to 16), one a multiprocessor.
+// Each has a share of it and tells the others what it found in notes in shared memory, which all of
+// them read: they know the same and decide the same, and one writes.
 //   1. One pass from DRAM. The largest; and where top_k asks for few, what is above a bound by as
 //      many threads' largest, which rises as the pass goes on. What a block has above the least
 //      bound of its share of top_k, hardly more than top_k of all blocks, is compared with each
@@ -23,6 +23,7 @@
 #include "kernel_hub/launch_facts.cuh"
 #include "sampling/sm90/by_search.cuh"
 #include "sampling/sm90/held.cuh"
+#include "sampling/sm90/held_whole.cuh"
 #include "sampling/sm90/passes.cuh"
 
 namespace kernel_hub::sampling::sm90 {
@@ -76,58 +77,66 @@ __device__ __forceinline__ bool draw_listed(const SampleParams& p, const Weigher
     return true;
 }
 
+// What the row asks for, known to all threads.
+__device__ __forceinline__ void begin_row(const SampleParams& p, Team& team) {
+    TeamShared& shared = team.shared;
+    const int row_idx = p.row_idx;
+    Row row(p);
+    if (threadIdx.x == 0) {
+        const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
+        const int top_k = p.top_k ? p.top_k[row_idx] : 0;
+        shared.top_p = p.top_p ? p.top_p[row_idx] : 1.0f;
+        shared.seed = p.seed ? p.seed[row_idx] : 0;
+        shared.offset = p.offset ? p.offset[row_idx] : 0;
+        shared.top_k = top_k > 0 && top_k < p.size ? top_k : 0;
+        shared.is_greedy = !(temperature > 0.0f);
+        shared.num_listed = shared.num_own = 0;
+        const Weigher any = weigher_of(0.0f, temperature);
+        shared.scale = any.scale;
+        shared.lowest = any.lowest;
+        shared.is_ahead = Fours(row).is_ahead;
+        shared.own_ends[0] = shared.own_ends[1] = 0;
+        shared.s.range = -any.lowest;
+    }
+    prefetch_share<kFetched>(row, team, 0);  // behind what the row asks for
+    __syncthreads();
+}
+
 __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     TeamShared& shared = team.shared;
     Shared& s = shared.s;
-    const int row_idx = p.row_idx;
-    Row row(p);
-    const Fours fours(row);
-    const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
-    const int top_k = p.top_k ? p.top_k[row_idx] : 0;
-    const float top_p = p.top_p ? p.top_p[row_idx] : 1.0f;
-    const uint64_t seed = p.seed ? p.seed[row_idx] : 0, offset = p.offset ? p.offset[row_idx] : 0;
-    prefetch_share<kFetched>(row, team, 0);  // behind what the row asks for
-    const bool has_k = top_k > 0 && top_k < p.size;
-    const bool has_p = top_p < 1.0f;
-    bool is_greedy = !(temperature > 0.0f);
+    const int row_idx = p.row_idx, top_k = shared.top_k;
+    const bool has_k = top_k > 0;
+    const bool has_p = shared.top_p < 1.0f;
+    bool is_greedy = shared.is_greedy;
     bool has_bound = has_k && top_k <= kMostByBound && !is_greedy;
     bool has_bins = (has_k || has_p) && !has_bound && !is_greedy;
 
     Seen seen;
     float largest, bound = kInfinity, bottom = kInfinity;
+    bool is_held = has_bound && top_k <= kMostByGroups && may_hold(p, team);
+    if (is_held) {
+        seen.of_thread = look_and_hold();
+        largest = shared.largest;
+        bound = shared.bound;
+        is_held = largest > -kInfinity;
+    }
+    Row row(p);
+    const Fours fours(row);
     const int chunk = elements_a_chunk(team);
     const bool is_long = p.size > 8 * chunk;
     bool is_second = false;  // what was looked at tells what to list
     int from_element = 0, until = is_long && has_bound ? chunk : p.size;
-    if (threadIdx.x == 0) {
-        shared.top_p = top_p;
-        shared.top_k = top_k;
-        shared.seed = seed;
-        shared.offset = offset;
-        shared.num_listed = 0;
-        const Weigher any = weigher_of(0.0f, temperature);
-        shared.scale = any.scale;
-        shared.lowest = any.lowest;
-        shared.is_ahead = fours.is_ahead;
-        s.range = -any.lowest;
-    }
     if (has_bins) {
         empty_bins(shared.own_bins, false);
         if (threadIdx.x == 0) {
             shared.own_bins.low[0] = 0;  // counts what is in no bin
         }
     }
-    __syncthreads();
     if (has_bins) {
+        __syncthreads();
         look_at_some(fours, seen);
         bottom = rule(seen.of_thread, s);
-    }
-    bool is_held = has_bound && top_k <= kMostByGroups && may_hold(fours, team);
-    if (is_held) {
-        seen.of_thread = look_and_hold();
-        largest = shared.largest;
-        bound = shared.bound;
-        is_held = largest > -kInfinity;
     }
 #pragma unroll 1
     while (!is_held) {
@@ -206,7 +215,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
         is_second = true;  // now that the bound of all blocks is known
     }
     const Weigher weigher = {fminf(largest, FLT_MAX), shared.scale, shared.lowest};
-    const float from = floor_of(weigher, p.min_p ? p.min_p[row_idx] : 0.0f);
+    const float from = floor_of_warp(weigher, p.min_p ? p.min_p[row_idx] : 0.0f);
     const int num_top = has_bound ? 0 : wanted_top(p);
     const float top_bound = num_top > 0 ? loose_bound(seen.of_thread, num_top) : -kInfinity;
     __syncthreads();
@@ -231,14 +240,21 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
     }
     team.begin();
     follow_launch_before();
-    draw_row(p, team);
+    begin_row(p, team);
+    const TeamShared& shared = team.shared;
+    const bool may_be_whole = !shared.is_greedy && shared.top_k == 0 && wanted_top(p) == 0;
+    // NOTE: before all else, so that nothing is in registers that the call would have stored.
+    if (!(may_be_whole && may_hold(p, team) && draw_whole())) {
+        draw_row(p, team);
+    }
     team.take_back();
 }
 
 #define EXPORT_SAMPLE(NAME)                                                                \
     DESCRIBED(                                                                             \
-        NAME, "x: blocks of clusters, one a row, of 1, 2, 4 or 8",                         \
-        (.threads = kNumThreads, .shared_bytes = sizeof(TeamShared)),                      \
+        NAME, "x: blocks of clusters, one a row, of 1, 2, 4, 8 or 16",                     \
+        (.threads = kNumThreads, .shared_bytes = offsetof(TeamShared, weighed),            \
+         .block_n = kHeld * kTurn),                                                        \
         extern "C" __global__ void __launch_bounds__(kNumThreads, 1) NAME(SAMPLE_PARAMS) { \
             sample_row({nullptr, nullptr, SAMPLE_ARGUMENTS,                                \
                         static_cast<int>(blockIdx.x >> exponent_of(cluster_size()))});     \

@@ -118,8 +118,13 @@ __device__ __forceinline__ LargestOfAll find_largest(const Position<kIsPlain>& x
     if (static_cast<int>(threadIdx.x % 32) < team.pieces_a_warp()) {
         team.words[team.turn][piece + threadIdx.x % 32] = key;
     }
-    const Pair all = team.exchange();
-    key = warp_largest(max(all.first, all.second));
+    const Words all = team.exchange();
+    key = all.each[0];
+#pragma unroll
+    for (const uint64_t word : all.each) {
+        key = max(key, word);
+    }
+    key = warp_largest(key);
     const float value = from_key(static_cast<uint32_t>(key >> 32));
     return {value, value > -kInfinity ? static_cast<int>(~static_cast<uint32_t>(key)) : 0};
 }
@@ -212,15 +217,20 @@ struct Place {
 };
 
 // By whole warps, of the words of all pieces; the number is below their sum.
-__device__ __forceinline__ Place find_piece(const Pair& all, uint64_t number) {
+__device__ __forceinline__ Place find_piece(const Words& all, uint64_t number) {
     const int lane_idx = threadIdx.x % 32;
-    const uint64_t own = all.first + all.second, before = warp_sum_to(own) - own;
+    const uint64_t own = all.sum(), before = warp_sum_to(own) - own;
     const bool is_here = before <= number && number - before < own;
-    const uint64_t rest = number - before;
-    const bool is_second = rest >= all.first;
+    uint64_t rest = number - before;
+    int piece = kEach * lane_idx;
+#pragma unroll
+    for (int i = 0; i < kEach - 1; ++i) {
+        const bool is_behind = rest >= all.each[i] && piece == kEach * lane_idx + i;
+        rest -= is_behind ? all.each[i] : 0;
+        piece += is_behind;
+    }
     const int lane = __ffs(__ballot_sync(kAllLanes, is_here)) - 1;
-    return {__shfl_sync(kAllLanes, 2 * lane_idx + is_second, lane),
-            __shfl_sync(kAllLanes, is_second ? rest - all.first : rest, lane)};
+    return {__shfl_sync(kAllLanes, piece, lane), __shfl_sync(kAllLanes, rest, lane)};
 }
 
 // Tries the children next(-1), next(that) .. until one is -1, and leaves a token: that of the child
@@ -272,8 +282,8 @@ __device__ __forceinline__ bool verify(const Position<kIsPlain>& x, float temper
         if (is_part) {
             break;
         }
-        const Pair all = team.exchange();
-        const uint64_t total = warp_sum(all.first + all.second);
+        const Words all = team.exchange();
+        const uint64_t total = warp_sum(all.sum());
         if (total == 0) {
             // Where nothing is left, by rounding alone, of p itself.
             num = 0;

@@ -14,9 +14,19 @@ constexpr int kBlocksAnSm = 2;
 constexpr int kBlocksAnSm = 3;
 #endif
 
-// The words of two neighbouring pieces.
-struct Pair {
-    uint64_t first, second;
+// The words of neighbouring pieces that a lane has.
+constexpr int kEach = kPieces / 32;
+struct Words {
+    uint64_t each[kEach];
+
+    __device__ __forceinline__ uint64_t sum() const {
+        uint64_t sum = 0;
+#pragma unroll
+        for (const uint64_t word : each) {
+            sum += word;
+        }
+        return sum;
+    }
 };
 
 // The blocks that share a position.
@@ -39,9 +49,10 @@ struct Team {
     }
     __device__ __forceinline__ int owner(int piece) const { return piece * size / kPieces; }
 
-    // What all pieces left in words[turn]: of a lane those of pieces 2 lane and 2 lane + 1.
-    __device__ __forceinline__ Pair exchange() {
-        const int piece = threadIdx.x % 32 * 2;
+    // What all pieces left in words[turn]: of a lane those of kEach neighbours.
+    __device__ __forceinline__ Words exchange() {
+        const int piece = threadIdx.x % 32 * kEach;
+        Words found;
         const uint64_t* own = &words[turn][piece];
         turn ^= 1;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -49,13 +60,24 @@ struct Team {
             __syncwarp();
             cluster_arrive();
             cluster_wait();
-            const float4 v = ld_shared_cluster(cluster_address(shared_address(own), owner(piece)));
-            return {static_cast<uint64_t>(__float_as_uint(v.y)) << 32 | __float_as_uint(v.x),
-                    static_cast<uint64_t>(__float_as_uint(v.w)) << 32 | __float_as_uint(v.z)};
+            const uint32_t at = cluster_address(shared_address(own), owner(piece));
+#pragma unroll
+            for (int i = 0; i < kEach; i += 2) {
+                const float4 v = ld_shared_cluster(at + i * sizeof(uint64_t));
+                found.each[i] =
+                    static_cast<uint64_t>(__float_as_uint(v.y)) << 32 | __float_as_uint(v.x);
+                found.each[i + 1] =
+                    static_cast<uint64_t>(__float_as_uint(v.w)) << 32 | __float_as_uint(v.z);
+            }
+            return found;
         }
 #endif
         __syncthreads();
-        return {own[0], own[1]};
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            found.each[i] = own[i];
+        }
+        return found;
     }
 
     // Behind the last exchange; no block ends before all have read.
@@ -77,18 +99,7 @@ struct Team {
     }
 };
 
-// Over a warp, by what it adds and compares in one instruction.
-__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
-    constexpr int kBits = 27;  // of 32 lanes: 32
-    constexpr uint32_t kPart = (1u << kBits) - 1;
-    uint64_t sum = 0;
-#pragma unroll
-    for (int shift = 0; shift < 64; shift += kBits) {
-        const uint32_t part = static_cast<uint32_t>(value >> shift) & kPart;
-        sum += static_cast<uint64_t>(__reduce_add_sync(kAllLanes, part)) << shift;
-    }
-    return sum;
-}
+// Over a warp, by what it compares in one instruction.
 __device__ __forceinline__ uint64_t warp_largest(uint64_t value) {
     const uint32_t own = static_cast<uint32_t>(value >> 32);
     const uint32_t high = __reduce_max_sync(kAllLanes, own);

@@ -37,7 +37,7 @@ from .c_structs import (
     PlannedLaunch,
     State,
 )  # fmt: skip
-from .geometry import CONFIG, PORTABLE_CLUSTER
+from .geometry import CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -251,7 +251,7 @@ class Launcher:
         state.least_shared = limits.least_shared_bytes
         # What is compiled for a cluster of its own, or may ask for more, is for Python to look at.
         asks = limits.cluster is None and limits.compute_capability >= (9, 0)
-        state.max_cluster = PORTABLE_CLUSTER if asks else 0
+        state.max_cluster = function.cluster_ready if asks else 0
         state.max_threads, state.shared_ready = limits.max_threads, function.shared_ready
         state.params[: len(made)] = made
         if fixed is not None:
@@ -295,6 +295,11 @@ class Launcher:
     def allow_shared(self, num_bytes: int) -> None:
         """Dynamic shared memory up to `num_bytes` needs no further opt-in."""
         self._state.shared_ready = num_bytes
+
+    def allow_cluster(self, size: int) -> None:
+        """Clusters of up to `size` blocks need no further opt-in."""
+        if self._state.max_cluster:
+            self._state.max_cluster = size
 
     def disarm(self) -> None:
         """Leave every launch to the fallback."""

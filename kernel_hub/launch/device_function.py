@@ -97,6 +97,7 @@ class DeviceFunction:
         self._lock = threading.Lock()
         # What a launch may use of dynamic shared memory without a further opt-in.
         self.shared_ready = max(0, _OPT_IN_FROM - limits.static_shared_bytes)
+        self.cluster_ready = PORTABLE_CLUSTER  # likewise, of blocks of a cluster
 
     def options_pool(
         self,
@@ -132,7 +133,8 @@ class DeviceFunction:
         return pool
 
     def _allow_cluster(self, cluster: tuple[int, int, int]) -> None:
-        if cluster[0] * cluster[1] * cluster[2] > PORTABLE_CLUSTER:
+        size = cluster[0] * cluster[1] * cluster[2]
+        if size > self.cluster_ready:
             self.driver.call(
                 "cuFuncSetAttribute",
                 self.handle,
@@ -140,6 +142,9 @@ class DeviceFunction:
                 1,
                 asked=f"allowing cluster={cluster} for {self.limits.function}",
             )
+            self.cluster_ready = size
+            if (native := self.native) is not None:
+                native.allow_cluster(size)
 
     @cached_property
     def _layout(self) -> tuple[Any, Any, list[int], int]:

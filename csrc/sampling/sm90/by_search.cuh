@@ -111,7 +111,7 @@ __device__ __noinline__ Going go_on(Going at) {
         }
         if (has_chosen) {
             from = from_key(chosen.end_search(s.search, s));
-            keep_above(chosen, from, p.size, team);
+            keep_above(chosen, from, team);
         } else if (s.least < s.most) {
             has_sums = true;
             return at;

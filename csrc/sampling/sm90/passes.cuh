@@ -186,11 +186,11 @@ __device__ __forceinline__ void sum_answers(Team& team) {
     const int lane_idx = threadIdx.x % 32;
     const auto sum = [](uint64_t a, uint64_t b) { return a + b; };
     uint64_t total = 0, above = 0;
-#pragma unroll
-    for (int i = lane_idx; i < kPieces; i += 32) {
-        total += i < team.size * kNumWarps ? shared.totals[i] : 0;
+#pragma unroll 4
+    for (int i = lane_idx; i < team.pieces(); i += 32) {
         above += shared.pieces[i];
     }
+    total = lane_idx < (team.size + 1) / 2 ? shared.s.warp_masses[lane_idx] : 0;
     total = warp_reduce(total, sum);
     above = warp_reduce(above, sum);
     if (lane_idx == 0) {
@@ -211,28 +211,53 @@ __device__ __forceinline__ void sum_answers(Team& team) {
     }
 }
 
+// Takes from a number in shared memory.
+__device__ __forceinline__ void take_mass(uint64_t& number, uint64_t mass) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(&number);
+    add_mass(words[0], words[1], 0 - mass);
+}
+
 // Keeps of the candidates what is above `from`; others weigh nothing any more, in their pieces and
 // the row.
-__device__ __forceinline__ void keep_above(Chosen& chosen, float from, int size, Team& team) {
+__device__ __forceinline__ void keep_above(Chosen& chosen, float from, Team& team) {
     TeamShared& shared = team.shared;
-    const int a_piece = Pieces::elements(size), thread_idx = threadIdx.x;
-    static_assert(kPieces < kNumThreads);
-    if (thread_idx <= kPieces) {
-        shared.dropped_low[thread_idx] = shared.dropped_high[thread_idx] = 0;
-    }
-    __syncthreads();
+    const int a_piece = Pieces::elements(shared.p.size, team.pieces());
     chosen.keep_above(from, [&](int index, uint64_t mass) {
-        const int piece = index / a_piece;
-        add_mass(shared.dropped_low[piece], shared.dropped_high[piece], mass);
-        add_mass(shared.dropped_low[kPieces], shared.dropped_high[kPieces], mass);
+        take_mass(shared.pieces[index / a_piece], mass);
+        take_mass(shared.s.above, mass);
     });
     __syncthreads();
-    if (thread_idx <= kPieces) {
-        uint64_t& mass = thread_idx < kPieces ? shared.pieces[thread_idx] : shared.s.above;
-        mass -= static_cast<uint64_t>(shared.dropped_high[thread_idx]) << 32 |
-                shared.dropped_low[thread_idx];
+}
+
+// Where in the order of pieces their sums pass a number.
+struct Place {
+    int piece;
+    uint64_t rest;  // of the number, in the piece
+};
+__device__ __forceinline__ Place find_piece(const Team& team, uint64_t drawn) {
+    // Each lane has neighbouring pieces; one passes what is drawn.
+    const uint64_t* pieces = team.shared.pieces;
+    const int lane_idx = threadIdx.x % 32, each = team.pieces() / 32;
+    uint64_t own = 0;
+#pragma unroll 4
+    for (int i = 0; i < each; ++i) {
+        own += pieces[each * lane_idx + i];
     }
-    __syncthreads();
+    uint64_t before = warp_scan(own, lane_idx) - own;
+    const bool is_here = before <= drawn && drawn - before < own;
+    const int lane = max(0, __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_here))) - 1);
+    before = __shfl_sync(kAllLanes, before, lane);
+    drawn -= before;
+    int piece = each * lane;
+#pragma unroll 1
+    for (int i = 1; i < each; ++i) {
+        const uint64_t of_piece = pieces[piece];
+        if (drawn >= of_piece) {
+            drawn -= of_piece;
+            ++piece;
+        }
+    }
+    return {piece, drawn};
 }
 
 // Draws from all that is above `from`, in the order of indices; by the block that has it.
@@ -241,33 +266,12 @@ __device__ __forceinline__ void draw_in_row(float from, uint64_t total, uint64_t
     const SampleParams& p = team.shared.p;
     const Weigher weigher = team.shared.weigher();
     Shared& s = team.shared.s;
-    const int lane_idx = threadIdx.x % 32, size = p.size;
-    uint64_t drawn = below(total, bits);
-    // Each lane has neighbouring pieces; one passes what is drawn.
-    constexpr int kEach = kPieces / 32;
-    uint64_t own = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        own += team.shared.pieces[kEach * lane_idx + i];
-    }
-    uint64_t before = warp_scan(own, lane_idx) - own;
-    const bool is_here = before <= drawn && drawn - before < own;
-    const int lane = max(0, __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_here))) - 1);
-    before = __shfl_sync(kAllLanes, before, lane);
-    drawn -= before;
-    int piece = kEach * lane;
-#pragma unroll
-    for (int i = 1; i < kEach; ++i) {
-        const uint64_t of_piece = team.shared.pieces[piece];
-        if (drawn >= of_piece) {
-            drawn -= of_piece;
-            ++piece;
-        }
-    }
+    const int size = p.size;
+    auto [piece, drawn] = find_piece(team, below(total, bits));
     if ((piece / kNumWarps & (team.size - 1)) != team.rank) {
         return;
     }
-    const int elements = Pieces::elements(size);
+    const int elements = Pieces::elements(size, team.pieces());
     const int begin = piece * elements, end = min(size, begin + elements);
 #pragma unroll 1
     for (int at = begin; at < end; at += kNumThreads * kFour) {

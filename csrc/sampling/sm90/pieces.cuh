@@ -15,15 +15,20 @@ struct Pieces {
     TeamShared& shared;
     int rank, team_size, row_size;
 
-    __device__ __forceinline__ int of_a_warp() const { return kMaxTeam >> exponent_of(team_size); }
+    __device__ __forceinline__ int of_a_warp() const {
+        return max(1, kLeastPieces / kNumWarps >> exponent_of(team_size));
+    }
 
     // What a warp weighs at once, or as often.
     static constexpr int kTogether = TeamShared::kTurns * 32 * kFour;
     // Of a row of which a lane's part of a piece is a WholeSum.
-    static constexpr int kMostWhole = kPieces * 32 << (52 - kMassBits - 1);
-    static __device__ __forceinline__ int elements(int row_size) {
-        constexpr int kNum = kPieces * kTogether;
-        return (row_size + kNum - 1) / kNum * kTogether;
+    static constexpr int kMostWhole = kLeastPieces * 32 << (52 - kMassBits - 1);
+    static __device__ __forceinline__ int elements(int row_size, int pieces) {
+        const int shift = exponent_of(pieces * kTogether);
+        return ((row_size + (1 << shift) - 1) >> shift) * kTogether;
+    }
+    __device__ __forceinline__ int elements() const {
+        return elements(row_size, max(kLeastPieces, team_size * kNumWarps));
     }
 
     // The first element of the warp's `piece`.
@@ -31,10 +36,10 @@ struct Pieces {
         const int of_row =
             (piece * team_size + rank) * kNumWarps + static_cast<int>(threadIdx.x) / 32;
         return static_cast<int>(
-            min(static_cast<int64_t>(row_size), static_cast<int64_t>(of_row) * elements(row_size)));
+            min(static_cast<int64_t>(row_size), static_cast<int64_t>(of_row) * elements()));
     }
     __device__ __forceinline__ int end(int piece) const {
-        return min(row_size, begin(piece) + elements(row_size));
+        return min(row_size, begin(piece) + elements());
     }
 
     // What the lanes have weighed of a piece above the window's lower end.
@@ -137,7 +142,7 @@ struct Ahead {
         lane = threadIdx.x % 32 * kFour;
         from = row.logits + lane * kBytes;
         whole_end = max(0, row.size - kStep + 1);
-        piece_size = pieces.elements(row.size);
+        piece_size = pieces.elements();
         of_all = pieces.team_size * kNumWarps * piece_size;
         const int warp = pieces.rank * kNumWarps + static_cast<int>(threadIdx.x) / 32;
         next = warp * piece_size + (pieces.of_a_warp() - 1) * of_all;

@@ -8,10 +8,12 @@
 
 namespace kernel_hub::sampling::sm90 {
 
-constexpr int kMaxTeam = 8;
+constexpr int kMaxTeam = 16;
 constexpr int kListed = 1024;
-constexpr int kNumGroups = kMaxTeam * kNumWarps;  // of threads, of which the largest are compared
-constexpr int kPieces = kMaxTeam * kNumWarps;     // of a row, where it is weighed
+constexpr int kFewBins = 1024, kChunks = 32;  // of rows that are held
+constexpr int kNumGroups = 8 * kNumWarps;     // of threads, of which the largest are compared
+constexpr int kLeastPieces = 8 * kNumWarps;   // of a row, where it is weighed
+constexpr int kPieces = kMaxTeam * kNumWarps;
 
 // What a block says. Read as vectors.
 struct alignas(16) Note {
@@ -22,6 +24,48 @@ struct alignas(16) Note {
     int num;             // candidates of its own, perhaps more than there is room for
 };
 static_assert(sizeof(Note) % 16 == 0, "notes are read by vectors");
+
+// Bins of equal steps below `top`, each around its middle, and what brings masses to sums.
+struct FewBins {
+    static constexpr int kShare = 13;             // what has the mass of the middle adds 2^kShare
+    static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded
+    float top, step, inverse, width, base;
+
+    FewBins() = default;
+    __device__ __forceinline__ FewBins(const Weigher& weigher, float highest, float range) {
+        top = highest;
+        step = range * (1.0f / (kFewBins - 1));
+        inverse = __fdividef(1.0f, step);
+        width = step * weigher.scale;
+        base = (weigher.largest - top) * weigher.scale + (kShare - kMassBits);
+    }
+
+    __device__ __forceinline__ void add(uint32_t* bins, float z, float mass) const {
+        constexpr float kWhole = 8388608.0f;  // 2^23: likewise
+        const float rounded = fminf((top - z) * inverse, kFewBins - 1) + kRound;
+        const float share = mass * exp2_approx(fmaf(rounded - kRound, width, base));
+        atomicAdd(bins + (__float_as_uint(rounded) & (kFewBins - 1)),
+                  __float_as_uint(share + kWhole) - __float_as_uint(kWhole));
+    }
+    __device__ __forceinline__ float mass(int bin, uint32_t sum) const {
+        return static_cast<float>(sum) * exp2_approx(-fmaf(static_cast<float>(bin), width, base));
+    }
+    __device__ __forceinline__ float num_a_mass(int bin) const {
+        return exp2_approx(fmaf(static_cast<float>(bin), width, base) - kShare);
+    }
+    // So many steps below the middle of a bin.
+    __device__ __forceinline__ float edge(int bin, float steps) const {
+        return top - (static_cast<float>(bin) + steps) * step;
+    }
+};
+
+// Where the threshold of a row that is held is, nearly: above `from`, up to `to`.
+struct Near {
+    float from, to;
+    float before;          // the mass above `to`
+    int num;               // of values
+    bool is_any, is_tail;  // is_tail: it has all that is further below
+};
 
 struct TeamShared {
     // Fours of a thread that are weighed side by side, and as many under way in other slots.
@@ -37,25 +81,41 @@ struct TeamShared {
         };
         Bins own_bins;  // of this block's share
     };
-    Bins bins;                                 // of the row
+    union {
+        Bins bins;  // of the row
+        struct {
+            // Of a row that is held: what is in each bin, by turns; the masses of the block's share
+            // of them, and of each of its chunks.
+            alignas(16) uint32_t few_bins[2][kFewBins];
+            alignas(16) float few_masses[kFewBins];
+            alignas(16) float chunks[kChunks];
+        };
+    };
     alignas(16) float own_groups[kNumGroups];  // the largest of each, of this block's
     alignas(16) float groups[kNumGroups];      // and of all
-    int num_own, num_listed;
+    // Of rows that are held: keys of the largest, and of the least of what is a thread's largest,
+    // inverted.
+    alignas(8) uint32_t own_ends[2];
+    Near near;
+    FewBins few;
+    uint64_t target;
+    alignas(8) int num_own, num_listed;
     uint64_t seed, offset, bits;  // random
     // Of the row, from the first pass on: what registers would hold for long.
     float largest, floor, top_p, bound, top_bound;
     float scale, lowest;  // of the Weigher
-    int top_k;
+    int top_k;            // 0: all
+    bool is_greedy;
     SampleParams p;
     bool has_mask;  // that is heeded
     bool is_ahead;  // Fours::is_ahead
     // What each piece of the row has above the window's lower end, and what each warp of all blocks
     // has weighed in all.
-    uint64_t own_pieces[kPieces], own_totals[kNumWarps];
-    uint64_t pieces[kPieces], totals[kPieces];
-    // Words of what candidates that are not kept weighed there, and all of them.
-    uint32_t dropped_low[kPieces + 1], dropped_high[kPieces + 1];
+    uint64_t own_pieces[kLeastPieces], own_totals[kNumWarps];
+    uint64_t pieces[kPieces];
     Shared s;  // of the row: the same in every block, but for the sums of warps
+    // Of rows that are held what each value weighs: there where a launch has room for it.
+    alignas(16) float4 weighed[kSlots * kTurns * kNumThreads];
 
     __device__ __forceinline__ Weigher weigher() const {
         return {fminf(largest, FLT_MAX), scale, lowest};
@@ -103,6 +163,9 @@ struct Team {
 
     __device__ __forceinline__ explicit Team(TeamShared& its)
         : shared(its), rank(cluster_rank()), size(cluster_size()), shift(exponent_of(size)) {}
+
+    // Of the row, where it is weighed.
+    __device__ __forceinline__ int pieces() const { return max(kLeastPieces, kNumWarps << shift); }
 
     // Of which block a number below `num`, a power of two, is, if each has neighbours; which of
     // its.
@@ -217,7 +280,6 @@ struct Team {
         }
     }
 
-  private:
     // All blocks have written what is read next.
     __device__ __forceinline__ void meet() const {
         if (size > 1) {
@@ -229,21 +291,11 @@ struct Team {
         }
     }
 
-    // Of which block's warp a piece is: pieces of a row go around the warps of the cluster.
-    __device__ __forceinline__ void read_masses() {
-        const int thread_idx = threadIdx.x, piece = thread_idx % kPieces;
-        const int warps = kNumWarps << shift, warp = piece & (warps - 1);
-        const bool is_total = thread_idx >= kPieces;
-        if (thread_idx < 2 * kPieces && !(is_total && piece >= warps)) {
-            const uint64_t* own =
-                is_total
-                    ? &shared.own_totals[warp % kNumWarps]
-                    : &shared
-                           .own_pieces[(piece >> shift) / kNumWarps * kNumWarps + warp % kNumWarps];
-            const uint2 words =
-                ld_shared_cluster_2(cluster_address(shared_address(own), warp / kNumWarps));
-            (is_total ? shared.totals : shared.pieces)[piece] =
-                static_cast<uint64_t>(words.y) << 32 | words.x;
+    // Behind the last that is read.
+    __device__ __forceinline__ void give_back() const {
+        if (size > 1) {
+            __syncwarp();
+            cluster_arrive_relaxed();
         }
     }
 
@@ -252,10 +304,39 @@ struct Team {
         return ld_shared_cluster_2(cluster_address(at, from));
     }
 
-    __device__ __forceinline__ uint4 read_four(const uint32_t* own, int rank) const {
-        const float4 v = ld_shared_cluster(cluster_address(shared_address(own), rank));
+    __device__ __forceinline__ uint4 read_four(const void* own, int its_rank) const {
+        const float4 v = ld_shared_cluster(cluster_address(shared_address(own), its_rank));
         return make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
                           __float_as_uint(v.w));
+    }
+
+  private:
+    // Of which block's warp a piece is: pieces of a row go around the warps of the cluster. What
+    // warps have weighed in all, of 32 of them together, is left in s.warp_masses.
+    __device__ __forceinline__ void read_masses() {
+        static_assert(2 * kPieces == kNumThreads && kMaxTeam / 2 <= kNumWarps);
+        const int thread_idx = threadIdx.x, piece = thread_idx % kPieces;
+        const int warps = kNumWarps << shift, warp = piece & (warps - 1);
+        const bool is_total = thread_idx >= kPieces;
+        if (piece / 32 * 32 >= (is_total ? warps : pieces())) {
+            return;
+        }
+        uint2 words = make_uint2(0, 0);
+        if (!(is_total && piece >= warps)) {
+            const uint64_t* own =
+                is_total
+                    ? &shared.own_totals[warp % kNumWarps]
+                    : &shared
+                           .own_pieces[(piece >> shift) / kNumWarps * kNumWarps + warp % kNumWarps];
+            words = ld_shared_cluster_2(cluster_address(shared_address(own), warp / kNumWarps));
+        }
+        uint64_t word = static_cast<uint64_t>(words.y) << 32 | words.x;
+        if (is_total) {
+            word = warp_sum(word);
+            shared.s.warp_masses[piece / 32] = word;
+        } else {
+            shared.pieces[piece] = word;
+        }
     }
 
     // Each block adds up a share of all bins, a lane for each block, and reads the other shares: to

@@ -38,19 +38,38 @@ __device__ __forceinline__ float rule(float of_thread, Shared& s) {
     return from_key(key_of(ruler.top - ruled) - 1);
 }
 
-// As last_before, by a warp: each lane asks of one of 32 keys.
-__device__ __forceinline__ uint32_t last_before_of_warp(const Ruler& ruler, int bin, uint32_t low,
-                                                        uint32_t high) {
+// The largest key of (low, high] of which is_so is true, as of all below it; `low` where it is of
+// none. By a warp: each lane asks of one of 32 keys.
+template <typename IsSo>
+__device__ __forceinline__ uint32_t last_of_warp(uint32_t low, uint32_t high, const IsSo& is_so) {
     const uint32_t lane_idx = threadIdx.x % 32;
 #pragma unroll 1
-    while (bin > 0 && low < high) {
+    while (low < high) {
         const uint32_t span = high - low, step = span / 32 + 1;
         const uint32_t key = low + min(span, (lane_idx + 1) * step);
-        const uint32_t num = __popc(__ballot_sync(kAllLanes, ruler.bin_of(from_key(key)) >= bin));
+        const uint32_t num = __popc(__ballot_sync(kAllLanes, is_so(from_key(key))));
         high = num == 32 ? high : low + min(span, (num + 1) * step) - 1;
         low += min(span, num * step);
     }
     return high;
+}
+
+// As last_before.
+__device__ __forceinline__ uint32_t last_before_of_warp(const Ruler& ruler, int bin, uint32_t low,
+                                                        uint32_t high) {
+    return bin > 0 ? last_of_warp(low, high, [&](float z) { return ruler.bin_of(z) >= bin; })
+                   : high;
+}
+
+// As floor_of.
+__device__ __forceinline__ float floor_of_warp(const Weigher& weigher, float min_p) {
+    uint32_t low = key_of(-kInfinity);
+    if (min_p > 0.0f) {
+        const float least = static_cast<float>(log2(static_cast<double>(fminf(min_p, 1.0f))));
+        low = last_of_warp(low, key_of(weigher.largest),
+                           [&](float z) { return weigher.depth(z) < least; });
+    }
+    return from_key(low);
 }
 
 // What a thread's neighbouring bins have, and all before them.

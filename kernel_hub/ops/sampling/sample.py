@@ -17,8 +17,10 @@ from .given import BATCH, ROWS, SampleGiven, check_rows, row_strides, stride_of_
 _OP = "sample"
 _SM90 = "sample_sm90"  # a row a cluster
 _LEFT_OVER = 24  # multiprocessors that clusters of 4 and 8 do not fill
+_GROUPS = 8  # of multiprocessors, in which clusters lie
 _LEAST_SHARE = 4096  # elements of a block of a cluster
 _FOUR = 4  # elements that it reads together
+_HELD_BYTES = 4  # an element's
 _MOST_WHOLE = 1 << 23  # elements of a row whose sums it keeps in doubles
 _NUM_THREADS = 512
 _MAX_PARTS = 8
@@ -180,9 +182,12 @@ def runs_clusters(device: torch.device) -> bool:
 
 def choose_team(batch_size: int, vocab_size: int, num_sms: int) -> int:
     """How many blocks of a cluster share a row: a power of two, a block a multiprocessor."""
-    for team in (8, 4, 2):
+    for team in (16, 8, 4, 2):
         # Larger clusters do not fill all of the multiprocessors.
         places = num_sms - (0 if team == 2 else _LEFT_OVER)
+        if team == 16:
+            # As many as find a place, however multiprocessors are dealt to groups of at most 18.
+            places = (num_sms - _GROUPS * (team - 1)) // (18 - team + 1) * team
         if team * batch_size <= places and team * _LEAST_SHARE <= vocab_size:
             return team
     return 1
@@ -209,9 +214,12 @@ def _plan(given: SampleGiven, low_bits: tuple[int, int]) -> Launch:
     if is_sm90:
         facts = launch_facts(_SM90, _OP)
         team = choose_team(batch_size, vocab_size, num_sms)
+        # Rows that are held: what each element weighs.
+        held = _HELD_BYTES * facts.sizes["block_n"]
+        is_held = vocab_size <= team * facts.sizes["block_n"]
         return Launch(
             common.shipped(_SM90, _OP), (batch_size * team, 1, 1), facts.block,
-            facts.shared_bytes, numbers,
+            facts.shared_bytes + (held if is_held else 0), numbers,
             options={"cluster": (team, 1, 1), **device_of(logits.device).following},
         )  # fmt: skip
     parts = choose_parts(batch_size, vocab_size, num_sms)

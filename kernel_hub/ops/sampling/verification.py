@@ -43,9 +43,9 @@ _OPTIONAL, _WRITTEN = VerifyGiven._fields[3:], VerifyGiven._fields[7:]
 
 def choose_team(
     positions: int, vocab_size: int, gpu: PlannedGpu, has_probs: bool = True,
-    may_be_greedy: bool = False,
+    may_be_greedy: bool = False, most: int = 16,
 ) -> int:  # fmt: skip
-    """How many blocks of a cluster share a position: a power of two.
+    """How many blocks of a cluster share a position: a power of two, at most `most`.
 
     As many as are resident at once; of long rows more, in turns, whose logits stay in the L2 from
     one pass to the next. Greedy rows have one pass: a block that begins late has nothing to gain.
@@ -57,9 +57,12 @@ def choose_team(
     if is_read_once:
         places //= 2
     of_a_turn = _SHARE_OF_A_TURN if has_probs else _SHARE_OF_CERTAIN
-    for team in (8, 4, 2):
-        is_resident = team * positions <= places
-        if (is_resident or not is_read_once) and team * (
+    for team in (size for size in (16, 8, 4, 2) if size <= most):
+        # Of sixteen: with few passes, where each has a multiprocessor; never in turns.
+        room = gpu.num_sms if team == 16 and not has_probs else places
+        is_resident = team * positions <= room
+        takes_turns = not is_read_once and team <= 8
+        if (is_resident or takes_turns) and team * (
             _LEAST_SHARE if is_resident else of_a_turn
         ) <= vocab_size:
             return team
@@ -183,7 +186,8 @@ class Verification:
         gpu, facts = device_of(logits.device), launch_facts(self.op, function)
         has_probs = given.draft_probs is not None
         may_be_greedy = given.temperature is not None
-        team = choose_team(batch * positions, vocab_size, gpu, has_probs, may_be_greedy)
+        most = 8 if self.is_tree else 16  # trees as they were measured
+        team = choose_team(batch * positions, vocab_size, gpu, has_probs, may_be_greedy, most)
         grid = (batch * positions * team, 1, 1)
         options = gpu.following
         if team > 1:

@@ -42,8 +42,8 @@ static dim3 blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int kMaxThreads = 4096;  // of a cluster
-constexpr int kMaxCluster = 8;
+constexpr int kMaxThreads = 8192;  // of a cluster
+constexpr int kMaxCluster = 16;
 constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kSharedBytes = 256 << 10;

@@ -70,6 +70,12 @@ inline T __reduce_max_sync(unsigned, T value) {
     for (int i = 0; i < emulator::kWarp; ++i) value = value < all.peer(i) ? all.peer(i) : value;
     return value;
 }
+template <typename T>
+inline T __reduce_min_sync(unsigned, T value) {
+    const emulator::Exchange<T> all(emulator::kShuffle, value);
+    for (int i = 0; i < emulator::kWarp; ++i) value = all.peer(i) < value ? all.peer(i) : value;
+    return value;
+}
 inline unsigned __reduce_add_sync(unsigned, unsigned value) {
     const emulator::Exchange<unsigned> all(emulator::kShuffle, value);
     unsigned sum = 0;

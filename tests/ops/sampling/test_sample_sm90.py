@@ -12,7 +12,7 @@ from ways import DTYPES, Way
 from kernel_hub.ops import sample
 from kernel_hub.ops.sampling import cpu
 
-TEAMS = [1, 2, 8]
+TEAMS = [1, 2, 4, 8]
 
 
 @pytest.fixture(params=TEAMS)

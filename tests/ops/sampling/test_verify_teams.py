@@ -22,7 +22,7 @@ tree_op: Any = importlib.import_module("kernel_hub.ops.sampling.verify_tree")
 SIZES = [1, 33, 700, 5001]
 
 
-@pytest.fixture(params=[1, 2, 4, 8])
+@pytest.fixture(params=[1, 2, 4, 8, 16])
 def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(verification, "choose_team", lambda *_: request.param)
     return int(request.param)
@@ -114,14 +114,16 @@ def test_nothing_left_of_p(hopper_way: Way, team: int) -> None:
 def test_teams_of_an_h200() -> None:
     gpu = PlannedGpu((9, 0), 132)
     for positions, size, team in (
-        (5, 128256, 8), (5, 9000, 4), (48, 32000, 8), (49, 32000, 4), (145, 32000, 2),
-        (320, 32000, 2), (1000, 20000, 1), (110, 128256, 8), (1000, 50257, 4),
+        (5, 128256, 16), (24, 128256, 16), (25, 128256, 8), (5, 9000, 4), (48, 32000, 8),
+        (49, 32000, 4), (145, 32000, 2), (320, 32000, 2), (1000, 20000, 1), (110, 128256, 8),
+        (1000, 50257, 4),
     ):  # fmt: skip
         assert verification.choose_team(positions, size, gpu) == team
     # Without probabilities of drafts: fewer passes; where there may be one, no turns.
     for positions, size, certain, greedy in (
-        (24, 128256, 8, 8), (48, 128256, 8, 4), (110, 128256, 4, 1), (200, 262144, 8, 1),
-        (215, 50272, 2, 1), (5, 9000, 4, 4), (80, 3000, 1, 1),
+        (8, 128256, 16, 16), (9, 128256, 8, 8), (24, 128256, 8, 8), (48, 128256, 8, 4),
+        (110, 128256, 4, 1), (200, 262144, 8, 1), (215, 50272, 2, 1), (5, 9000, 4, 4),
+        (80, 3000, 1, 1),
     ):  # fmt: skip
         assert verification.choose_team(positions, size, gpu, False) == certain
         assert verification.choose_team(positions, size, gpu, False, True) == greedy

@@ -1,0 +1,44 @@
+"""sample by clusters of rows that are held and drawn from all they keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sample_cases import check, more, op
+from ways import Way
+
+
+@pytest.mark.parametrize("team", [1, 2, 4, 8, 16])
+def test_rows_drawn_whole(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, team: int) -> None:
+    """Of top_p and min_p alone: peaked, flat, tied, few and many of them; what changes them."""
+    monkeypatch.setattr(op, "choose_team", lambda *_: team)
+    size = 700 * team + 12
+    row = hopper_way.randn(size).cpu()
+    ties = (row * 4).round() / 4
+    two = torch.where(row > 0.5, 1.0, 0.0)
+    peak = row / 10
+    peak[size // 2] = 9.0
+    last = row.clone()
+    last[: size - 3] = -torch.inf
+    deep = row * 30
+    rows = torch.stack(
+        [row * 3, row, row / 50, ties, two, peak, last, deep, row * 1e36, row + 50, row * 0]
+    )
+    num = len(rows)
+    for p, m in ((0.9, 0.0), (0.5, 0.0), (0.999, 0.0), (1.0, 0.0), (1.0, 0.1), (0.8, 0.02)):
+        given = {
+            "top_p": torch.full((num,), p), "min_p": torch.full((num,), m),
+            "seed": torch.arange(num), "temperature": torch.full((num,), 0.8),
+        }  # fmt: skip
+        check(hopper_way, rows, **given)
+        if p == 0.9:
+            check(hopper_way, rows, **given, **more(num, size))
+
+
+def test_teams_of_an_h200() -> None:
+    for batch, size, team in (
+        (1, 128256, 16), (4, 128256, 16), (5, 128256, 8), (1, 65535, 8), (1, 300000, 16),
+        (13, 128256, 8), (14, 128256, 4), (66, 128256, 2), (67, 128256, 1),
+    ):  # fmt: skip
+        assert op.choose_team(batch, size, 132) == team
+    assert op.choose_team(1, 128256, 114) == 8
