@@ -23,12 +23,12 @@ HEADS, HEAD_DIM = 8, 128
 def by_torch(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     for cache in (k_cache, v_cache):
         cache[pairs[:, 1]] = cache[pairs[:, 0]]
-    return k_cache[pairs[:1, 1]]
+    return k_cache
 
 
 def ours(k_cache: torch.Tensor, v_cache: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     ops.copy_blocks(k_cache, v_cache, pairs)
-    return k_cache[pairs[:1, 1]]
+    return k_cache
 
 
 def copying(dtype: torch.dtype, num_pairs: int, page_size: int) -> Case:
@@ -40,7 +40,9 @@ def copying(dtype: torch.dtype, num_pairs: int, page_size: int) -> Case:
     pairs = torch.randperm(2 * num_pairs, device="cuda").view(-1, 2)
 
     def each(function: Callable[..., Any]) -> Contender:
-        return Contender([partial(function, *caches[i], pairs) for i in sets])
+        # What is held against the truth is read behind the launches, not in what is timed.
+        launches = [partial(function, *caches[i], pairs) for i in sets]
+        return Contender(launches, lambda k_cache: [k_cache[pairs[:1, 1]]])
 
     right = caches[0][0][pairs[:1, 0]].clone()
     return Case(

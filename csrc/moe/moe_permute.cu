@@ -21,22 +21,17 @@
 // Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022.
 // kernel_hub: not-for: sm89: memory bounds these, and 8.9 runs the code of sm80
 
-#include "kernel_hub/block_scan.cuh"
-#include "kernel_hub/bounds.cuh"
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
-#include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
-#include "kernel_hub/reduce.cuh"
+#include "moe/moe_slots.cuh"
 
 namespace kernel_hub::moe {
 
-constexpr int kThreads = 256;
-constexpr int kAhead = 4;  // reads of a row before its writes
-constexpr int kAtOnce =
-    8;  // experts read before they are counted, and places before rows are written
+constexpr int kAhead = 4;       // reads of a row before its writes
 constexpr int kPlacers = 1024;  // threads of the launch that places slots, of which so many
-constexpr int kWarps = 8;       // warps rank what all have counted
+constexpr int kWarps = 8;       // warps rank what all have counted,
+constexpr int kLaneSlots = 8;   // so many a lane: a chunk is at most 2,048
 
 __device__ __forceinline__ uint4 read_unit(const uint4* address) {
     return ld_global(address);
@@ -53,107 +48,6 @@ __device__ __forceinline__ void write_unit(Unit* address, Unit bits) {
     *address = bits;
 }
 
-// Adds the slots begin .. end - 1 to their experts' counts, by all kBlock threads.
-template <int kBlock>
-__device__ __forceinline__ void count_slots(int* counts, const int* experts, int begin, int end,
-                                            int num_experts, int thread_idx) {
-#pragma unroll 1
-    for (int first = begin + thread_idx; first < end; first += kAtOnce * kBlock) {
-        int found[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int slot = first + i * kBlock;
-            found[i] = slot < end ? __ldg(experts + slot) : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (is_index(found[i], num_experts)) {
-                atomicAdd(counts + found[i], 1);
-            }
-        }
-    }
-}
-
-// Adds up the counts of chunks: those before `own` in `before`, those of all in `all`.
-template <int kBlock>
-__device__ __forceinline__ void add_counts(int* before, int* all, const int* counts, int own,
-                                           int num_chunks, int num_experts, int thread_idx) {
-    const int width = min(kBlock, (num_experts + kWarpSize - 1) / kWarpSize * kWarpSize);
-    const int rows = kBlock / width, row = thread_idx / width;
-    if (row >= rows) {
-        return;
-    }
-#pragma unroll 1
-    for (int expert = thread_idx - row * width; expert < num_experts; expert += width) {
-        int earlier = 0, sum = 0;
-#pragma unroll 8
-        for (int chunk = row; chunk < num_chunks; chunk += rows) {
-            const int count = __ldg(counts + static_cast<int64_t>(chunk) * num_experts + expert);
-            earlier += chunk < own ? count : 0;
-            sum += count;
-        }
-        atomicAdd(before + expert, earlier);
-        atomicAdd(all + expert, sum);
-    }
-}
-
-// Makes `before` the row of the block's first slot of each expert, and tells `offsets` if there. By
-// the first kThreads threads; others add nothing, as one more warp.
-__device__ __forceinline__ void find_starts(int* before, const int* all, bool adds_before,
-                                            int* offsets, int num_experts, int thread_idx) {
-    constexpr int kSums = kThreads / kWarpSize;
-    __shared__ int sums[kSums + 1];
-    const int each = (num_experts + kThreads - 1) / kThreads;
-    const int begin = min(thread_idx * each, num_experts), end = min(begin + each, num_experts);
-    const int warp_idx = min(thread_idx / kWarpSize, kSums), lane_idx = thread_idx % kWarpSize;
-    int own = 0;
-#pragma unroll 1
-    for (int expert = begin; expert < end; ++expert) {
-        own += all[expert] + (adds_before ? before[expert] : 0);
-    }
-    int start = sum_before(own, sums, warp_idx, lane_idx);
-#pragma unroll 1
-    for (int expert = begin; expert < end; ++expert) {
-        if (offsets != nullptr) {
-            offsets[expert] = start;
-        }
-        const int count = all[expert] + (adds_before ? before[expert] : 0);
-        before[expert] += start;
-        start += count;
-    }
-    if (offsets != nullptr && thread_idx == kThreads - 1) {
-        offsets[num_experts] = start;
-    }
-    __syncthreads();
-}
-
-// write(slot, its row) of `num_slots` slots in their order, by one warp; `starts` is the next row
-// of each expert. Whether one has an expert that is neither there nor -1.
-template <typename Write>
-__device__ __forceinline__ bool rank_slots(int* starts, const int* experts, int num_slots,
-                                           int num_experts, int lane_idx, const Write& write) {
-    bool is_outside = false;
-#pragma unroll 1
-    for (int first = 0; first < num_slots; first += kWarpSize) {
-        const int slot = first + lane_idx;
-        const int expert = slot < num_slots ? __ldg(experts + slot) : -1;
-        const bool is_placed = is_index(expert, num_experts);
-        is_outside = is_outside || (!is_placed && expert != -1);
-        const unsigned same = __match_any_sync(kAllLanes, is_placed ? expert : -1);
-        const int rank = __popc(same & ((1u << lane_idx) - 1));
-        const int place = is_placed ? starts[expert] + rank : -1;
-        __syncwarp();
-        if (is_placed && rank == 0) {
-            starts[expert] += __popc(same);
-        }
-        __syncwarp();
-        if (slot < num_slots) {
-            write(slot, place);
-        }
-    }
-    return is_outside;
-}
-
 // One chunk of slots: each warp has a part of it, and counts that before it ranks it.
 __device__ __forceinline__ void place_slots(int* offsets, int* row_id_map, int* flag,
                                             const int* experts, const int* counts, int num_slots,
@@ -165,23 +59,28 @@ __device__ __forceinline__ void place_slots(int* offsets, int* row_id_map, int* 
     const int warp_idx = thread_idx / kWarpSize, lane_idx = thread_idx % kWarpSize;
     const int begin = blockIdx.x * chunk_slots, end = min(begin + chunk_slots, num_slots);
     const int each = (chunk_slots + kWarps * kWarpSize - 1) / (kWarps * kWarpSize) * kWarpSize;
-    const int first = min(begin + min(warp_idx, kWarps) * each, end), last = min(first + each, end);
+    const int first = min(begin + min(warp_idx, kWarps) * each, end);
+    const int own_slots = min(first + each, end) - first;
 #pragma unroll 1
     for (int i = thread_idx; i < (2 + kWarps) * num_experts; i += kPlacers) {
         before[i] = 0;
     }
     __syncthreads();
     follow_launch_before();
+    int mine[kLaneSlots];
+#pragma unroll
+    for (int i = 0; i < kLaneSlots; ++i) {
+        const int slot = i * kWarpSize + lane_idx;
+        mine[i] = warp_idx < kWarps && slot < own_slots ? __ldg(experts + first + slot) : -1;
+    }
     if (counts == nullptr) {
-        count_slots<kPlacers>(before, experts, 0, begin, num_experts, thread_idx);
-        count_slots<kPlacers>(all, experts, begin, num_slots, num_experts, thread_idx);
+        count_slots<kPlacers>(before, all, experts, 0, begin, num_slots, num_experts, thread_idx);
     } else {
         add_counts<kPlacers>(before, all, counts, blockIdx.x, gridDim.x, num_experts, thread_idx);
     }
     int* own = starts + warp_idx * num_experts;  // of the first kWarps, which rank
-#pragma unroll 4
-    for (int slot = first + lane_idx; slot < last; slot += kWarpSize) {
-        const int expert = __ldg(experts + slot);
+#pragma unroll
+    for (const int expert : mine) {
         if (is_index(expert, num_experts)) {
             atomicAdd(own + expert, 1);
         }
@@ -200,33 +99,46 @@ __device__ __forceinline__ void place_slots(int* offsets, int* row_id_map, int* 
         }
     }
     __syncthreads();
-    const bool is_outside =
-        rank_slots(own, experts + first, last - first, num_experts, lane_idx,
-                   [&](int slot, int place) { row_id_map[first + slot] = place; });
+    const auto write = [&](int slot, int place) { row_id_map[first + slot] = place; };
+    bool is_outside = false;
+#pragma unroll
+    for (int i = 0; i < kLaneSlots; ++i) {
+        if (i * kWarpSize < own_slots) {
+            is_outside |= rank_32(own, mine[i], i * kWarpSize + lane_idx, own_slots, num_experts,
+                                  lane_idx, write);
+        }
+    }
     report_if(flag, is_outside, kExpertsOutside);
 }
 
 // A row a threadIdx.y, by where its copies go.
+// NOTE: what a row begins with is read before the launch that places has ended: that one has waited
+// for all before it, so `x` is there.
 template <typename Unit>
 __device__ __forceinline__ void move_rows(Unit* out, const Unit* x, const int* row_id_map,
                                           int64_t out_stride, int64_t x_stride, int num_tokens,
                                           int k, int num_units) {
     const int token = blockIdx.x * blockDim.y + threadIdx.y;
-    follow_launch_before();
-    if (token >= num_tokens) {
-        return;
-    }
+    const bool is_there = token < num_tokens;
     const Unit* row = x + token * x_stride;
     const int* own = row_id_map + static_cast<int64_t>(token) * k;
-#pragma unroll 1
-    for (int at = threadIdx.x; at < num_units; at += kAhead * blockDim.x) {
-        Unit bits[kAhead];
+    Unit bits[kAhead];
+    const auto read = [&](int at) {
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            if (at + i * blockDim.x < num_units) {
+            if (is_there && at + i * blockDim.x < num_units) {
                 bits[i] = read_unit(row + at + i * blockDim.x);
             }
         }
+    };
+    int at = threadIdx.x;
+    read(at);
+    follow_launch_before();
+    if (!is_there) {
+        return;
+    }
+#pragma unroll 1
+    while (true) {
 #pragma unroll 1
         for (int first = 0; first < k; first += kAtOnce) {
             int places[kAtOnce];
@@ -248,6 +160,11 @@ __device__ __forceinline__ void move_rows(Unit* out, const Unit* x, const int* r
                 }
             }
         }
+        at += kAhead * blockDim.x;
+        if (at >= num_units) {
+            return;
+        }
+        read(at);
     }
 }
 
@@ -273,14 +190,16 @@ __device__ __forceinline__ void permute(Unit* out, int* offsets, int* row_id_map
     __syncthreads();
     follow_launch_before();
     if (counts == nullptr) {
-        count_slots<kThreads>(before, experts, 0, first_slot, num_experts, thread_idx);
-        count_slots<kThreads>(all, experts, first_slot, num_slots, num_experts, thread_idx);
+        count_slots<kThreads>(before, before, experts, 0, first_slot, first_slot, num_experts,
+                              thread_idx);
+        count_slots<kThreads>(all, all, experts, first_slot, num_slots, num_slots, num_experts,
+                              thread_idx);
     } else {
         const int own = first_slot / chunk_slots;
         const int num_chunks = (num_slots + chunk_slots - 1) / chunk_slots;
         add_counts<kThreads>(before, all, counts, own, num_chunks, num_experts, thread_idx);
-        count_slots<kThreads>(before, experts, own * chunk_slots, first_slot, num_experts,
-                              thread_idx);
+        count_slots<kThreads>(before, before, experts, own * chunk_slots, first_slot, first_slot,
+                              num_experts, thread_idx);
     }
     __syncthreads();
     const bool is_first = blockIdx.x == 0 && blockIdx.y == 0;
@@ -356,8 +275,8 @@ DESCRIBED(
         __syncthreads();
         follow_launch_before();
         const int begin = blockIdx.x * chunk_slots;
-        count_slots<kThreads>(found, experts, begin, min(begin + chunk_slots, num_slots),
-                              num_experts, threadIdx.x);
+        const int end = min(begin + chunk_slots, num_slots);
+        count_slots<kThreads>(found, found, experts, begin, end, end, num_experts, threadIdx.x);
         __syncthreads();
         int* own = counts + static_cast<int64_t>(blockIdx.x) * num_experts;
         for (int i = threadIdx.x; i < num_experts; i += kThreads) {

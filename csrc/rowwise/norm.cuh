@@ -17,17 +17,25 @@ using FirstFactors = Factors<T, 1, false>;
 
 // Norms a row in registers and gives what each vector becomes to use(i, vec_idx, values). Where a
 // thread has one vector, first_factors are there.
-template <bool kIs32, typename T, typename Out, int kVecs, typename Use>
+template <bool kIs32, bool kCentred, typename T, typename Out, int kVecs, typename Use>
 __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const RowVecs<T, kVecs>& row,
                                           const FirstFactors<T>& first_factors, RowShape shape,
                                           int num_vecs, const Use& use) {
     constexpr int kBatch = kVecs == 1 || kIs32 ? 1 : 2;
+    constexpr bool kShifts = kCentred && kVecs == 4 && sizeof(T) == 2;
+    if constexpr (kShifts) {
+        shape.shift = -shape.mean * shape.inverse;
+    } else {
+        shape.offset = shape.inverse * p.weight_offset;
+    }
 #pragma unroll
     for (int first = 0; first < kVecs; first += kBatch) {
         const int first_idx = threadIdx.x + first * blockDim.x;
         Factors<T, kBatch, kIs32> factors;
         if constexpr (kVecs == 1 && !kIs32) {
             factors = first_factors;
+        } else if constexpr (kShifts && !kIs32) {
+            factors.load_or_zeros(p, first_idx, num_vecs);
         } else {
             factors.load(p, first_idx, num_vecs);
         }
@@ -37,28 +45,32 @@ __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const Row
             if (vec_idx < num_vecs) {
                 float s[kVecElems<T>];
                 unpack<T>(row.bits[first + i], s);
-                factors.norm(i, shape, s);
+                if constexpr (kShifts) {
+                    factors.norm_shifted(i, shape, p.weight_offset, s);
+                } else {
+                    factors.norm(i, shape, s);
+                }
                 use(first + i, vec_idx, s);
             }
         }
     }
 }
 
-template <typename T, typename Out, int kVecs, typename Use>
+template <bool kCentred, typename T, typename Out, int kVecs, typename Use>
 __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const RowVecs<T, kVecs>& row,
                                           const FirstFactors<T>& first_factors, RowShape shape,
                                           int num_vecs, const Use& use) {
     if constexpr (sizeof(T) != sizeof(float)) {
         if (p.is_weight32) {
-            norm_each<true>(p, row, first_factors, shape, num_vecs, use);
+            norm_each<true, kCentred>(p, row, first_factors, shape, num_vecs, use);
             return;
         }
     }
-    norm_each<false>(p, row, first_factors, shape, num_vecs, use);
+    norm_each<false, kCentred>(p, row, first_factors, shape, num_vecs, use);
 }
 
 // What a row leaves once its shape is known.
-template <typename T, int kVecs>
+template <bool kCentred, typename T, int kVecs>
 __device__ __forceinline__ void finish_vecs(const NormParams<T, T>& p, RowVecs<T, kVecs>& row,
                                             const FirstFactors<T>& first, RowShape shape,
                                             int num_vecs, float (&)[kMaxWarps]) {
@@ -74,11 +86,11 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, T>& p, RowVecs<T
         }
         write_row(p.out + vec_idx * kWidth, s);
     };
-    norm_each(p, row, first, shape, num_vecs, write);
+    norm_each<kCentred>(p, row, first, shape, num_vecs, write);
 }
 
 // Quantised: results stay in registers until their largest is known, where the row was.
-template <typename T, int kVecs>
+template <bool kCentred, typename T, int kVecs>
 __device__ __forceinline__ void finish_vecs(NormParams<T, EightBits> p, RowVecs<T, kVecs>& row,
                                             const FirstFactors<T>& first, RowShape shape,
                                             int num_vecs, float (&slots)[kMaxWarps]) {
@@ -92,7 +104,7 @@ __device__ __forceinline__ void finish_vecs(NormParams<T, EightBits> p, RowVecs<
             normed[i][j] = s[j];
         }
     };
-    norm_each(p, row, first, shape, num_vecs, keep);
+    norm_each<kCentred>(p, row, first, shape, num_vecs, keep);
     // Rows of four vectors a thread are whole warps.
     largest = kVecs == 4 ? whole_row_max(largest, slots) : row_max(largest, slots);
     const float factor = scale_row(p, largest, num_vecs > 0);
@@ -181,11 +193,11 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
         }
         sum = row_sum(row.sum_of_squares_from(shape.mean, num_vecs), slots[kCentred]);
     }
-    shape.inverse = rsqrtf(sum / size + p.eps);
-    shape.offset = shape.inverse * p.weight_offset;
+    constexpr bool kIsQuick = kCentred && kVecs == 4 && sizeof(T) == 2;
+    shape.inverse = rsqrtf((kIsQuick ? __fdividef(sum, size) : sum / size) + p.eps);
     row.keep_packed();
 
-    finish_vecs(p, row, first, shape, num_vecs, slots[kCentred + 1]);
+    finish_vecs<kCentred>(p, row, first, shape, num_vecs, slots[kCentred + 1]);
 }
 
 // Rows of any length in accesses of kWidth elements, a pass for each sum: the first adds the

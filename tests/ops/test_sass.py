@@ -88,7 +88,9 @@ def follows(path: Path) -> bool:
 
 
 # Some kernels read tables and first tiles, which are older than the launch before them.
-EARLIER = re.compile(r"flash_attention_backward_sm90_(fp16|bf16)_hdim\d+_rows\d+|sum_ranks_\w+")
+EARLIER = re.compile(
+    r"flash_attention_backward_sm90_(fp16|bf16)_hdim\d+_rows\d+|sum_ranks_\w+|moe_permute_rows_vec"
+)
 FOLLOWING = sorted(name for name, path in find_sources(CSRC).items() if follows(path))
 
 

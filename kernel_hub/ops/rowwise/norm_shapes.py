@@ -12,7 +12,7 @@ _QUANTISED_AT_ONCE, _HALVES_AT_ONCE = 768, 1280
 # Elements of a thread that are asked for at once, of rows without vectors.
 _RUN = 8
 # Vectors of wide rows, of many rows together.
-_WIDE, _MANY_VECS = 256, 600_000
+_WIDE, _MANY_VECS = 128, 600_000
 
 
 def scalar_choice(size: int) -> tuple[str, int, int]:
@@ -89,7 +89,7 @@ def choose_joined(
             rows * vecs >= 2 * _MANY_VECS
             or (joined.waits and rows * half > _HALVES_AT_ONCE * num_sms)
         )
-        is_narrow = vecs <= 2 * _NARROW and (rows * vecs >= _MANY_VECS or not joined.is_quantised)
+        is_narrow = vecs <= _WIDE and (rows * vecs >= _MANY_VECS or not joined.is_quantised)
         if not joined.has_residual and (is_wide or is_narrow):
             threads = 32 * -(-vecs // 128)
             return "vec4", threads, 4 if threads == 32 else 1
