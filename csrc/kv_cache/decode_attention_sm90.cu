@@ -28,6 +28,8 @@ namespace kernel_hub::kv_cache::decode::sm90 {
 
 #define EXPORT_DTYPE(DTYPE, T)                                     \
     EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim64, T, 64, 1) \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim80, T, 80, 1) \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim96, T, 96, 1) \
     EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim128, T, 128, 1)
 
 // {op}_sm90_{dtype}_hdim{head_dim}

@@ -27,6 +27,7 @@ CUBIN = "decode_attention_sm90"
 MAX_HEAD_DIM, PAGE_MULTIPLE = 256, 16
 _VECTOR, _OUT_VECTOR = 8, 4  # elements that are read, or written, at once
 _ROWS, _MOST_ROWS, _WIDTHS = 16, 32, (64, 128, 256)  # of a block, the widest of the fewer rows
+_OWN_WIDTHS = (80, 96)  # of the fewer rows, in the plans those of 128
 _SENT_BYTES = 24  # four columns of a row, its maximum and its sum
 _BARRIER_BYTES = 8
 # Tokens of a warp's tile; warps of the smaller blocks; columns of those of eight.
@@ -76,6 +77,14 @@ _FAST_WIDE_ITEMS, _FAST_WIDE_BYTES, _FAST_WIDE_LONGEST = 11, 1 << 20, 4096
 _FAST_EIGHT, _FAST_EIGHT_TOKENS, _FAST_TWO_TOKENS = {64: 20, 128: 12}, (512, 2048), (1472, 3072)
 # Long items that are nearly as many as multiprocessors, and not known to differ by more than so.
 _FAST_ROUND, _FAST_ROUND_LONGEST, _FAST_ALIKE = (0.64, 1.06), 2048, 2.2
+_FAST_FOURS = 0.7  # of one token in clusters of four, whose blocks then all find places, or eight
+# Of one token in plain caches of over 4,096 tokens: of how many items, by multiprocessors, clusters
+# of eight are faster, and where they are longer than `_LONGEST`. Of `_OWN_WIDTHS`, which parts take
+# as 128, of how many then eight warps are, and of how many, or where all find places, in twos.
+_EIGHTS_FROM, _LONG_EIGHTS_FROM = 1.06, 2.0
+_OWN_FROM, _OWN_TWOS_FROM, _OWN_TWOS = 0.38, 2.2, (0.47, 0.5)
+# Of one token and the most columns, items so short that a round's start is most of it.
+_FAST_WIDE_SHORT = 256
 # Items that are as many as multiprocessors, a block each: of an engine's, all short enough.
 _FAST_ALONE, _FAST_ALONE_ROOM = (0.9, 1.0), (1024, 1536)
 # Long items that are more than clusters of eight find places, and fewer than two of a block fill:
@@ -142,42 +151,45 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     items = given.q.shape[0] * given.k_cache.shape[2] * row_blocks(given)
     every = costs.sizes_of(problem)
     room = every[0].seqlen_k
-    is_narrow, us = is_small(given), 0.0
+    is_narrow, is_one, us = is_small(given), given.q.shape[1] == 1, 0.0
+    width, is_wide = width_of(given), width_of(given) == _WIDTHS[-1]
     few = num_sms // (2 if is_narrow else 8)
-    is_few = items <= few and width_of(given) <= _WIDTHS[1] and room <= _FEW_LONGEST
+    is_few = items <= few and width <= _WIDTHS[1] and room <= _FEW_LONGEST
     if not (is_few and is_narrow):  # whose time nobody asks
-        is_even = is_fast and is_narrow and width_of(given) > _WIDTHS[0] and items <= 2 * num_sms
+        is_even = is_fast and is_narrow and width > _WIDTHS[0] and items <= 2 * num_sms
         evenly = _FAST_EVENLY if is_even and fills_pool(given) else 0.5
-        us, shape = best_shape(every, sizes_of(given), items, num_sms, evenly)
+        us, shape = best_shape(every, (width, block_rows(given)), items, num_sms, evenly)
     is_alike = room < _FAST_ALIKE * mean_of(each.mean for each in every)
     is_round = is_fast and is_narrow and is_alike and room > _FAST_ROUND_LONGEST
     is_round = is_round and _FAST_ROUND[0] * num_sms <= items <= _FAST_ROUND[1] * num_sms
     if is_few and is_fast and is_narrow:
-        shape = few_fast_shape(items, room, width_of(given), num_sms, is_alike)
+        shape = few_fast_shape(items, room, width, num_sms, is_alike)
     elif is_few:
         shape = few_shape(items, room, num_sms)
     elif is_round:
         shape = 8, 2
+        if is_one and items <= _FAST_FOURS * num_sms:
+            shape = 4, 4 if room <= _FEW_LONGEST else 8
     elif is_fast and is_narrow and is_alone(given, items, room):
         shape = 8, 1
     if choice:
         return shape
+    is_plain = is_one and is_fast and is_narrow and given.block_table is None
+    if is_plain and (long := long_plain_shape(items / num_sms, room, given.q.shape[-1]))[0]:
+        return long
     is_full = is_alike and fills_pool(given)
     if is_fast and is_narrow and is_full and _FEW_LONGEST < room <= _LONGEST:
-        least = _PLACES[_MOST_BLOCKS] * _TIMES[width_of(given), _ROWS][3]
-        if (
-            least * num_sms < items <= _FAST_PARTS * num_sms
-            and costs.key_bytes(every[0]) > _FAST_PARTS_BYTES
-        ):
+        least = _PLACES[_MOST_BLOCKS] * _TIMES[width, _ROWS][3]
+        is_more = least * num_sms < items <= _FAST_PARTS * num_sms
+        if is_more and costs.key_bytes(every[0]) > _FAST_PARTS_BYTES:
             return 0, 0
     is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
-    longest = _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST
-    is_crowd = is_fast and width_of(given) == _WIDTHS[-1]
-    is_crowd = is_crowd and num_sms < items <= _FAST_WIDE_ITEMS * num_sms
+    longest = _WIDE_LONGEST if is_wide else _LONGEST
+    is_crowd = is_fast and is_wide and num_sms < items <= _FAST_WIDE_ITEMS * num_sms
     is_crowd = is_crowd and 4 * room * given.q.shape[-1] > _FAST_WIDE_BYTES
     longest = _FAST_WIDE_LONGEST if is_crowd and is_full else longest
     num_bytes, apart_us = costs.key_bytes(every[0]), _APART_US
-    is_paged = is_narrow and given.block_table is not None and width_of(given) == _WIDTHS[1]
+    is_paged = is_narrow and given.block_table is not None and width == _WIDTHS[1]
     if room > longest:
         if not is_paged or room > _PAGED_LONGEST or items > _MOST_LONG * num_sms:
             return 0, 0
@@ -192,14 +204,16 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     if apart * 4 * room * given.q.shape[-1] > apart_us * _BLOCK_BYTES_A_US:
         return 0, 0
     # The kernel of parts has no columns that are not there.
-    if (
-        width_of(given) == _WIDTHS[-1]
-        and given.q.shape[-1] <= _PARTS_WIDTH
-        and items > (num_sms if is_fast and room <= _FAST_PARTS_TOKENS else num_sms // 2)
-    ):
+    most = num_sms if is_fast and room <= _FAST_PARTS_TOKENS else num_sms // 2
+    if is_wide and given.q.shape[-1] <= _PARTS_WIDTH and items > most:
         return 0, 0
+    # Parts find twice the places.
+    if is_one and is_fast and is_wide and room <= _FAST_WIDE_SHORT:
+        rounds, halves = (-(-items // places) for places in (num_sms, 2 * num_sms))
+        if rounds == 2 * halves > 2:
+            return 0, 0
     # Attention's tiles of more rows read a cache less often.
-    is_late = width_of(given) == _WIDTHS[1] and costs.key_bytes(every[0]) < _LATE_BYTES
+    is_late = width == _WIDTHS[1] and costs.key_bytes(every[0]) < _LATE_BYTES
     late = (_FAST_TILES_LATE if is_fast else _TILES_LATE) if is_late else 1.0
     is_slower = not is_narrow and split.can_take(problem)
     is_slower = is_slower and late * split.best_way(problem).us < us
@@ -277,17 +291,28 @@ def long_shape(items: int, num_sms: int) -> tuple[int, int]:
     return 4, 8 if items <= _EIGHTS * num_sms else 4
 
 
+def long_plain_shape(items: float, room: int, head_dim: int) -> tuple[int, int]:
+    """That of long plain caches of one token; items: by multiprocessors; (0, 0): as others."""
+    if room <= _LONGEST:
+        is_theirs = room > _FEW_LONGEST and head_dim > _WIDTHS[0] and items > _EIGHTS_FROM
+        return (4, 8) if is_theirs else (0, 0)
+    if _WIDTHS[0] < head_dim <= _OWN_WIDTHS[-1] and items >= _OWN_FROM:
+        is_two = items > _OWN_TWOS_FROM or _OWN_TWOS[0] < items <= _OWN_TWOS[1]
+        return 8, 2 if is_two else 4
+    return (4, 8) if items >= _LONG_EIGHTS_FROM else (0, 0)
+
+
 def best_shape(
-    every: Sequence[costs.Sizes], sizes: Mapping[str, int], items: int, num_sms: int,
+    every: Sequence[costs.Sizes], kernel: tuple[int, int], items: int, num_sms: int,
     evenly: float = 0.5,
 ) -> tuple[float, tuple[int, int]]:  # fmt: skip
     """About how long the fastest shape takes, and which it is.
 
-    every: what the caches may be; sizes: of the kernel; items: clusters; evenly: how much of the
-    choice is the first's, of lengths that are alike, where there are two.
+    every: what the caches may be; kernel: its head_dim and rows; items: clusters; evenly: how much
+    of the choice is the first's, of lengths that are alike, where there are two.
     """
-    width, rows = sizes["head_dim"], sizes["block_m"]
-    start_us, tile_us, round_us, beside = _TIMES[width, rows]
+    width, _ = kernel
+    start_us, tile_us, round_us, beside = _TIMES[kernel]
     ways = []
     for warps, blocks in itertools.product((4, 8), _PLACES):
         if warps == 8 and width > MAX_EIGHT_WARPS:
@@ -340,7 +365,9 @@ def name(given: DecodeGiven) -> str:
     """The function for a step."""
     suffix = "" if block_rows(given) == _ROWS else "_rows32"
     token = common.DTYPE_TOKENS[given.q.dtype]
-    return f"{cubin_of(given)}_{token}_hdim{width_of(given)}{suffix}"
+    widths = (_WIDTHS[0], *_OWN_WIDTHS, _WIDTHS[1]) if is_small(given) else _WIDTHS
+    width = next(width for width in widths if width >= given.q.shape[-1])
+    return f"{cubin_of(given)}_{token}_hdim{width}{suffix}"
 
 
 def cubin_of(given: DecodeGiven) -> str:
@@ -349,7 +376,7 @@ def cubin_of(given: DecodeGiven) -> str:
 
 
 def width_of(given: DecodeGiven) -> int:
-    """Its head_dim."""
+    """Its head_dim, but for those between, which plans do not tell apart."""
     return next(width for width in _WIDTHS if width >= given.q.shape[-1])
 
 
