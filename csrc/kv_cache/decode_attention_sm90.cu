@@ -17,7 +17,7 @@
 // where the cache fills no more) of a tile's keys and values, filled by cp.async, 16-byte chunks
 // swizzled, or what the warps merge; what the cluster sends; an mbarrier that counts it.
 //
-// Variants: dtype x head_dim 64, 128 (smaller ones padded with zeros), 16 rows a block;
+// Variants: dtype x head_dim 64, 80, 96, 128 (smaller ones padded with zeros), 16 rows a block;
 // decode_attention_wide_sm90.cu has more rows and columns. Parameters as those of
 // decode_attention.cu. Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; PTX
 // ISA 8.7, st.async.

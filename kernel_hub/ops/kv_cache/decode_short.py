@@ -78,11 +78,10 @@ _FAST_EIGHT, _FAST_EIGHT_TOKENS, _FAST_TWO_TOKENS = {64: 20, 128: 12}, (512, 204
 # Long items that are nearly as many as multiprocessors, and not known to differ by more than so.
 _FAST_ROUND, _FAST_ROUND_LONGEST, _FAST_ALIKE = (0.64, 1.06), 2048, 2.2
 _FAST_FOURS = 0.7  # of one token in clusters of four, whose blocks then all find places, or eight
-# Of one token in plain caches of over 4,096 tokens: of how many items, by multiprocessors, clusters
-# of eight are faster, and where they are longer than `_LONGEST`. Of `_OWN_WIDTHS`, which parts take
-# as 128, of how many then eight warps are, and of how many, or where all find places, in twos.
-_EIGHTS_FROM, _LONG_EIGHTS_FROM = 1.06, 2.0
-_OWN_FROM, _OWN_TWOS_FROM, _OWN_TWOS = 0.38, 2.2, (0.47, 0.5)
+# Of one token in plain caches of over 4,096 tokens: from how many items on, by multiprocessors,
+# clusters of eight are faster, and where they are longer than `_LONGEST`. Then of how many of
+# `_OWN_WIDTHS`, which parts take as 128, clusters of four of eight warps are.
+_EIGHTS_FROM, _LONG_EIGHTS_FROM, _OWN_FOURS = 1.06, 2.0, (0.7, 2.2)
 # Of one token and the most columns, items so short that a round's start is most of it.
 _FAST_WIDE_SHORT = 256
 # Items that are as many as multiprocessors, a block each: of an engine's, all short enough.
@@ -294,11 +293,11 @@ def long_shape(items: int, num_sms: int) -> tuple[int, int]:
 def long_plain_shape(items: float, room: int, head_dim: int) -> tuple[int, int]:
     """That of long plain caches of one token; items: by multiprocessors; (0, 0): as others."""
     if room <= _LONGEST:
-        is_theirs = room > _FEW_LONGEST and head_dim > _WIDTHS[0] and items > _EIGHTS_FROM
+        is_theirs = room > _FEW_LONGEST and head_dim > _OWN_WIDTHS[-1] and items > _EIGHTS_FROM
         return (4, 8) if is_theirs else (0, 0)
-    if _WIDTHS[0] < head_dim <= _OWN_WIDTHS[-1] and items >= _OWN_FROM:
-        is_two = items > _OWN_TWOS_FROM or _OWN_TWOS[0] < items <= _OWN_TWOS[1]
-        return 8, 2 if is_two else 4
+    is_own = _WIDTHS[0] < head_dim <= _OWN_WIDTHS[-1]
+    if is_own and _OWN_FOURS[0] <= items <= _OWN_FOURS[1]:
+        return 8, 4
     return (4, 8) if items >= _LONG_EIGHTS_FROM else (0, 0)
 
 
