@@ -17,7 +17,7 @@
 // where the cache fills no more) of a tile's keys and values, filled by cp.async, 16-byte chunks
 // swizzled, or what the warps merge; what the cluster sends; an mbarrier that counts it.
 //
-// Variants: dtype x head_dim 64, 128 (smaller ones padded with zeros), 16 rows a block;
+// Variants: dtype x head_dim 64, 80, 96, 128 (smaller ones padded with zeros), 16 rows a block;
 // decode_attention_wide_sm90.cu has more rows and columns. Parameters as those of
 // decode_attention.cu. Sources: Dao et al., "Flash-Decoding for long-context inference", 2023; PTX
 // ISA 8.7, st.async.
@@ -28,6 +28,8 @@ namespace kernel_hub::kv_cache::decode::sm90 {
 
 #define EXPORT_DTYPE(DTYPE, T)                                     \
     EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim64, T, 64, 1) \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim80, T, 80, 1) \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim96, T, 96, 1) \
     EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim128, T, 128, 1)
 
 // {op}_sm90_{dtype}_hdim{head_dim}

@@ -70,7 +70,10 @@ constexpr LaunchFacts facts_of(int blocks_per_sm) {
 // together, fall on different banks.
 template <int kChunks>
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
-    const int mask = kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
+    static_assert(kChunks % 2 == 0, "chunks change places within a row");
+    const int mask = kChunks % 8 == 0   ? row & 7
+                     : kChunks % 4 == 0 ? (row >> 1) & 3
+                                        : (row >> 2) & 1;
     return static_cast<uint32_t>(row * kChunks + (chunk ^ mask)) * 16;
 }
 
@@ -222,6 +225,17 @@ __device__ __forceinline__ void multiply_values(
     }
 }
 
+// Starts the copy of 16 bytes of a row that is read once. Rows of up to kRowBytes may begin or end
+// within a line: those of head_dim 80, 96 and 224.
+template <int kRowBytes>
+__device__ __forceinline__ void copy_of_row(uint32_t target, const void* source, bool is_inside) {
+    if constexpr (kRowBytes > 128) {
+        cp_async_16_narrow(target, source, is_inside, read_once_policy());
+    } else {
+        cp_async_16(target, source, is_inside, read_once_policy());
+    }
+}
+
 // The same of the scales of a tile's rows: null where there are none; and where they go.
 template <int kRows>
 struct ScaleLoader {
@@ -316,12 +330,7 @@ struct TileLoader {
             const uint32_t place = target + swizzled<kChunks>(i + first_row, chunk);
             const void* const bytes = reinterpret_cast<const void*>(source + chunk * 16);
             const bool is_inside = source != 0 && chunk < num_chunks;
-            // head_dim 96, which goes here too, has rows of 192 bytes.
-            if constexpr (Config::kRowBytes == 256) {
-                cp_async_16_narrow(place, bytes, is_inside, read_once_policy());
-            } else {
-                cp_async_16(place, bytes, is_inside, read_once_policy());
-            }
+            copy_of_row<Config::kRowBytes>(place, bytes, is_inside);
         }
         // Keys first: their group has the scales of both.
         if constexpr (Config::kTokenScales && !kValues) {

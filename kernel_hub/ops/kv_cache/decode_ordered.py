@@ -21,6 +21,7 @@ from ..core.device import device_of, launch_facts
 from ..core.launch import Launch, Plans
 from . import decode_checks as checks
 from .decode_plan import DecodeGiven
+from .decode_short import is_fast_memory
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
@@ -31,6 +32,8 @@ HEAD_DIM, PAGE_MULTIPLE, _VECTOR = 128, 16, 8
 # blocks), of eight a ninth (15). From so many tokens on twice as many items are still faster than
 # whole tiles, and clusters of eight faster than of four.
 _AT_ONCE, _AT_ONCE_WIDE, _LONG, _LONG_WIDE = 5, 9, 1024, 2048
+# Where memory is an H200's: of multiprocessors, and in how many rounds from so many tokens on.
+_FAST_AT_ONCE, _FAST_ROUNDS = 0.2125, ((4096, 3), (512, 2), (0, 1))
 # Blocks of a cluster: None, as many as are faster. For tests.
 cluster: int | None = None
 _OP = "decode_attention"
@@ -86,11 +89,15 @@ def _room(given: DecodeGiven) -> int:
 
 
 def is_faster(given: DecodeGiven) -> bool:
-    """Whether they are faster than whole tiles, of a step that they take, as measured on an H100
+    """Whether they are faster than whole tiles, of a step that they take, as measured
     (docs/notes/batch_attention.md)."""
-    items = given.q.shape[0] * given.k_cache.shape[2]
-    most = device_of(given.q.device).num_sms // _AT_ONCE
-    return bool(items <= (2 * most if _room(given) >= _LONG else most))
+    items, room = given.q.shape[0] * given.k_cache.shape[2], _room(given)
+    num_sms = device_of(given.q.device).num_sms
+    if is_fast_memory(given):
+        rounds = next(rounds for tokens, rounds in _FAST_ROUNDS if room >= tokens)
+        return bool(items <= rounds * int(_FAST_AT_ONCE * num_sms))
+    most = num_sms // _AT_ONCE
+    return bool(items <= (2 * most if room >= _LONG else most))
 
 
 def is_wide_faster(given: DecodeGiven) -> bool:

@@ -16,8 +16,10 @@ from ..attention.problem import mean_of
 from ..core import common
 from ..core.device import device_of, launch_sizes
 from ..core.launch import Launch
+from . import decode_shapes as shapes
 from . import decode_sm90 as sm90
 from .decode_plan import WIDE_CUBIN, DecodeGiven, Variant, choose_variant
+from .decode_shapes import FEW_LONGEST, LONGEST, MOST_BLOCKS, OWN_WIDTHS, WIDTHS
 from .decode_sm90 import problem_of
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
@@ -26,12 +28,11 @@ choice: bool | None = None
 CUBIN = "decode_attention_sm90"
 MAX_HEAD_DIM, PAGE_MULTIPLE = 256, 16
 _VECTOR, _OUT_VECTOR = 8, 4  # elements that are read, or written, at once
-_ROWS, _MOST_ROWS, _WIDTHS = 16, 32, (64, 128, 256)  # of a block, the widest of the fewer rows
+_ROWS, _MOST_ROWS = 16, 32  # of a block
 _SENT_BYTES = 24  # four columns of a row, its maximum and its sum
 _BARRIER_BYTES = 8
 # Tokens of a warp's tile; warps of the smaller blocks; columns of those of eight.
 _TILE, _FEW_WARPS, MAX_EIGHT_WARPS = 16, 4, 128
-_MOST_BLOCKS = 8  # a cluster of 16 waits for a place
 # About how long they take, fitted to both GPUs (docs/notes/decode_attention.md), by width and rows
 # of a block: a launch; a warp's tile; a round of blocks more than run at a time, how many of four
 # warps share a multiprocessor. Then its part of all tiles; keys and values; twice the blocks of a
@@ -46,28 +47,26 @@ _LEVEL_US, _LESS_US = 0.3, 0.4
 # much, against these.
 _TILES_LATE, _FAST_TILES_LATE, _LATE_BYTES = 1.15, 0.95, 60e6
 # Of several tokens, where memory is fast: many items of the most columns, whose rounds take more
-# than is reckoned; few items of the fewest columns; many of more blocks of
-# rows than so many.
+# than is reckoned; few items of the fewest columns; many of more blocks
+# of rows than so many.
 _WIDE_CROWD, _NARROW_LATE, _MANY_BLOCKS, _MANY_LATE = 1.08, 1.13, 8, 0.8
 _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiprocessor
-# Where parts, whose number is any, are no better: tokens of an item; bytes of all, or of an item;
-# what a multiprocessor reads, and how much longer it may take where there are few.
-_LONGEST, _WIDE_LONGEST = 8192, 3072
+# Where parts, whose number is any, are no better, `LONGEST` and of the most columns: tokens of an
+# item; bytes of all, or of an item.
+_WIDE_LONGEST = 3072
 _MOST_BYTES, _CROWDED_BYTES = 400 << 20, 128 << 10
-# Of all in pages, whose lengths differ mostly, and of more than 64 columns; how many items a
-# multiprocessor have clusters of four then. Longer ones there: tokens; how many items a
-# multiprocessor have clusters of eight, and how many there may be; how much longer few may take,
-# which have no merge behind them.
-_MOST_PAGED_BYTES, _FOURS = 2200 << 20, 5
-_PAGED_LONGEST, _EIGHTS, _MOST_LONG, _LONG_APART_US = 12_288, 3, 6, 12.0
+# Of all in pages, whose lengths differ mostly, and of more than 64 columns. Longer ones there:
+# tokens; how many items a multiprocessor there may be; how much longer few may take, which have no
+# merge behind them. Then what a multiprocessor reads, and how much longer it may take where there
+# are few.
+_MOST_PAGED_BYTES = 2200 << 20
+_PAGED_LONGEST, _MOST_LONG, _LONG_APART_US = 12_288, 6, 12.0
 _BLOCK_BYTES_A_US, _APART_US = 37e3, 6.0
 _LONGEST_SLOWER = 2048
-_PARTS_WIDTH, _FEW_LONGEST = 192, 4096  # where `few_shape` was measured
+_PARTS_WIDTH = 192
 # Memory that gives more than this (an H200's) was measured by itself: parts are not faster than
-# these kernels however many bytes there are, and few items are best cut for more places.
+# these kernels however many bytes there are.
 _FAST_BYTES_A_US = 4.4e6
-# A multiprocessor; of clusters of eight where lengths may be alike.
-_FAST_PLACES, _FAST_EIGHTS = 1.64, 1.36
 _FAST_PARTS_TOKENS = 512  # of few items of many columns
 # Of caches that may be full, as plain ones may, lengths are alike mostly. Blocks of which two a
 # multiprocessor are enough, by those: three lie on some, where others have one.
@@ -75,11 +74,11 @@ _FAST_EVENLY, _FAST_PAIRS = 0.9, (1.5, 2.0)
 # Of the most columns, where items are more than multiprocessors: by those; bytes of an item, from
 # which on parts are slower however many bytes all have; tokens, of caches that may be full.
 _FAST_WIDE_ITEMS, _FAST_WIDE_BYTES, _FAST_WIDE_LONGEST = 11, 1 << 20, 4096
-# Items of which blocks have eight warps, by width, from so many tokens on, fewer or more; and
-# clusters of two.
-_FAST_EIGHT, _FAST_EIGHT_TOKENS, _FAST_TWO_TOKENS = {64: 20, 128: 12}, (512, 2048), (1472, 3072)
 # Long items that are nearly as many as multiprocessors, and not known to differ by more than so.
 _FAST_ROUND, _FAST_ROUND_LONGEST, _FAST_ALIKE = (0.64, 1.06), 2048, 2.2
+_FAST_FOURS = 0.7  # of one token in clusters of four, whose blocks then all find places, or eight
+# Of one token and the most columns, items so short that a round's start is most of it.
+_FAST_WIDE_SHORT = 256
 # Items that are as many as multiprocessors, a block each: of an engine's, all short enough.
 _FAST_ALONE, _FAST_ALONE_ROOM = (0.9, 1.0), (1024, 1536)
 # Long items that are more than clusters of eight find places, and fewer than two of a block fill:
@@ -123,13 +122,13 @@ def rows_of(given: DecodeGiven) -> int:
 
 def block_rows(given: DecodeGiven) -> int:
     """Rows that a cluster takes."""
-    is_few = rows_of(given) <= _ROWS or given.q.shape[-1] > _WIDTHS[1]
+    is_few = rows_of(given) <= _ROWS or given.q.shape[-1] > WIDTHS[1]
     return _ROWS if is_few else _MOST_ROWS
 
 
 def is_small(given: DecodeGiven) -> bool:
     """Whether a step is of few rows and columns."""
-    return rows_of(given) <= _ROWS and given.q.shape[-1] <= _WIDTHS[1]
+    return rows_of(given) <= _ROWS and given.q.shape[-1] <= WIDTHS[1]
 
 
 def row_blocks(given: DecodeGiven) -> int:
@@ -146,38 +145,41 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     items = given.q.shape[0] * given.k_cache.shape[2] * row_blocks(given)
     every = costs.sizes_of(problem)
     room = every[0].seqlen_k
-    is_narrow, us = is_small(given), 0.0
+    is_narrow, is_one, us = is_small(given), given.q.shape[1] == 1, 0.0
+    width, is_wide = width_of(given), width_of(given) == WIDTHS[-1]
     few = num_sms // (2 if is_narrow else 8)
-    is_few = items <= few and width_of(given) <= _WIDTHS[1] and room <= _FEW_LONGEST
+    is_few = items <= few and width <= WIDTHS[1] and room <= FEW_LONGEST
     if not (is_few and is_narrow):  # whose time nobody asks
-        is_even = is_fast and is_narrow and width_of(given) > _WIDTHS[0] and items <= 2 * num_sms
+        is_even = is_fast and is_narrow and width > WIDTHS[0] and items <= 2 * num_sms
         evenly = _FAST_EVENLY if is_even and fills_pool(given) else 0.5
-        us, shape = best_shape(every, sizes_of(given), items, num_sms, evenly)
+        us, shape = best_shape(every, (width, block_rows(given)), items, num_sms, evenly)
     is_alike = room < _FAST_ALIKE * mean_of(each.mean for each in every)
     is_round = is_fast and is_narrow and is_alike and room > _FAST_ROUND_LONGEST
     is_round = is_round and _FAST_ROUND[0] * num_sms <= items <= _FAST_ROUND[1] * num_sms
     if is_few and is_fast and is_narrow:
-        shape = few_fast_shape(items, room, width_of(given), num_sms, is_alike)
+        shape = shapes.few_fast_shape(items, room, width, num_sms, is_alike)
     elif is_few:
-        shape = few_shape(items, room, num_sms)
+        shape = shapes.few_shape(items, room, num_sms)
     elif is_round:
         shape = 8, 2
+        if is_one and items <= _FAST_FOURS * num_sms:
+            shape = 4, 4 if room <= FEW_LONGEST else 8
     elif is_fast and is_narrow and is_alone(given, items, room):
         shape = 8, 1
     if choice:
         return shape
+    is_plain = is_one and is_fast and is_narrow and given.block_table is None
+    if is_plain and (long := shapes.long_plain_shape(items / num_sms, room, given.q.shape[-1]))[0]:
+        return long
     is_full = is_alike and fills_pool(given)
-    if is_fast and is_narrow and is_full and _FEW_LONGEST < room <= _LONGEST:
-        least = _PLACES[_MOST_BLOCKS] * _TIMES[width_of(given), _ROWS][3]
-        if (
-            least * num_sms < items <= _FAST_PARTS * num_sms
-            and costs.key_bytes(every[0]) > _FAST_PARTS_BYTES
-        ):
+    if is_fast and is_narrow and is_full and FEW_LONGEST < room <= LONGEST:
+        least = _PLACES[MOST_BLOCKS] * _TIMES[width, _ROWS][3]
+        is_more = least * num_sms < items <= _FAST_PARTS * num_sms
+        if is_more and costs.key_bytes(every[0]) > _FAST_PARTS_BYTES:
             return 0, 0
     is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
-    longest = _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST
-    is_crowd = is_fast and width_of(given) == _WIDTHS[-1]
-    is_crowd = is_crowd and num_sms < items <= _FAST_WIDE_ITEMS * num_sms
+    longest = _WIDE_LONGEST if is_wide else LONGEST
+    is_crowd = is_fast and is_wide and num_sms < items <= _FAST_WIDE_ITEMS * num_sms
     is_crowd = is_crowd and 4 * room * given.q.shape[-1] > _FAST_WIDE_BYTES
     longest = _FAST_WIDE_LONGEST if is_crowd and is_full else longest
     num_bytes, apart_us = costs.key_bytes(every[0]), _APART_US
@@ -186,29 +188,34 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
         us, blocks = sm90.wide_blocks(every, items, num_sms, _PLACES)
         us *= _WIDE_CROWD if items > 2 * num_sms or row_blocks(given) > 1 else 1.0
         is_theirs = us < min(sm90.wide_us(problem), sm90.tiles_us(given))
-        is_theirs &= room <= _LONGEST and not has_parts(given, items, room)
+        is_theirs &= room <= LONGEST and not has_parts(given, items, room)
         return (_FEW_WARPS, blocks) if is_theirs and not (is_many and not is_crowd) else (0, 0)
-    is_paged = is_narrow and given.block_table is not None and width_of(given) == _WIDTHS[1]
+    is_paged = is_narrow and given.block_table is not None and width == WIDTHS[1]
     if room > longest:
         if not is_paged or room > _PAGED_LONGEST or items > _MOST_LONG * num_sms:
             return 0, 0
-        shape, apart_us = long_shape(items, num_sms), _LONG_APART_US
+        shape, apart_us = shapes.long_shape(items, num_sms), _LONG_APART_US
     elif is_many:
         is_many = is_paged and num_bytes <= _MOST_PAGED_BYTES
         if not is_many and not (is_fast and is_narrow) and not is_crowd:
             return 0, 0
-        shape = many_shape(items, num_sms) if is_many and not is_round else shape
+        shape = shapes.many_shape(items, num_sms) if is_many and not is_round else shape
     # Clusters of few leave multiprocessors that parts would read by.
-    apart = 1 / _MOST_BLOCKS - items / num_sms
+    apart = 1 / MOST_BLOCKS - items / num_sms
     if apart * 4 * room * given.q.shape[-1] > apart_us * _BLOCK_BYTES_A_US:
         return 0, 0
     if has_parts(given, items, room):
         return 0, 0
+    # Parts find twice the places.
+    if is_one and is_fast and is_wide and room <= _FAST_WIDE_SHORT:
+        rounds, halves = (-(-items // places) for places in (num_sms, 2 * num_sms))
+        if rounds == 2 * halves > 2:
+            return 0, 0
     # Attention's tiles of more rows read a cache less often.
-    is_late = width_of(given) == _WIDTHS[1] and costs.key_bytes(every[0]) < _LATE_BYTES
+    is_late = width == WIDTHS[1] and costs.key_bytes(every[0]) < _LATE_BYTES
     late = (_FAST_TILES_LATE if is_fast else _TILES_LATE) if is_late else 1.0
     if is_fast and given.q.shape[1] > 1:
-        if width_of(given) == _WIDTHS[0] and items <= num_sms and shape[1] < _MOST_BLOCKS:
+        if width == WIDTHS[0] and items <= num_sms and shape[1] < MOST_BLOCKS:
             late = _NARROW_LATE
         elif row_blocks(given) > _MANY_BLOCKS and items > 2 * num_sms:
             late = _MANY_LATE
@@ -223,7 +230,7 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
 def has_parts(given: DecodeGiven, items: int, room: int) -> bool:
     """Whether items are many of the kernel of parts, which has no columns that are not there."""
     num_sms, is_short = device_of(given.q.device).num_sms, room <= _FAST_PARTS_TOKENS
-    is_narrower = _WIDTHS[1] < given.q.shape[-1] <= _PARTS_WIDTH
+    is_narrower = WIDTHS[1] < given.q.shape[-1] <= _PARTS_WIDTH
     return is_narrower and items > (num_sms if is_fast_memory(given) and is_short else num_sms // 2)
 
 
@@ -232,7 +239,7 @@ def is_alone(given: DecodeGiven, items: int, room: int) -> bool:
     least, most = (share * device_of(given.q.device).num_sms for share in _FAST_ALONE)
     shortest, longest = _FAST_ALONE_ROOM
     is_measured = least <= items <= most and shortest < room <= longest
-    return is_measured and width_of(given) == _WIDTHS[1] and not fills_pool(given)
+    return is_measured and width_of(given) == WIDTHS[1] and not fills_pool(given)
 
 
 def fills_pool(given: DecodeGiven) -> bool:
@@ -248,64 +255,17 @@ def parts_of(given: DecodeGiven) -> Variant:
     )
 
 
-def few_shape(items: int, tokens: int, num_sms: int) -> tuple[int, int]:
-    """That of steps whose items all find room in clusters, of two in the smallest kernels and of
-    eight in those of more rows, as measured (docs/notes/decode_attention.md): no round but the
-    first."""
-    is_few = 16 * items <= num_sms
-    if (is_few and tokens > 512) or (tokens > 1024 and num_sms < 4 * items):
-        return 8, 8 if is_few else 2
-    blocks = 1
-    while blocks < _MOST_BLOCKS and 2 * blocks * items <= num_sms and 64 * blocks < tokens:
-        blocks *= 2
-    return 4, blocks
-
-
-def few_fast_shape(
-    items: int, tokens: int, width: int, num_sms: int, is_alike: bool
-) -> tuple[int, int]:
-    """The same where memory is fast: more blocks than multiprocessors, though some wait for a place
-    of a cluster. is_alike: lengths are not known to differ."""
-    places = _FAST_PLACES * num_sms
-    blocks = 1
-    step = 64 if tokens <= 1024 else 32
-    while blocks < _MOST_BLOCKS and 2 * blocks * items <= places and step * blocks < tokens:
-        blocks *= 2
-    if is_alike and blocks * items > _FAST_EIGHTS * num_sms:
-        blocks = min(blocks, _MOST_BLOCKS // 2)
-    is_eight = False
-    if blocks == _MOST_BLOCKS:
-        least = _FAST_EIGHT_TOKENS[0 if 16 * items <= num_sms else 1]
-        is_eight = items <= _FAST_EIGHT[width] and tokens > least
-    elif blocks == 2:
-        is_eight = _FAST_TWO_TOKENS[0] < tokens <= _FAST_TWO_TOKENS[1]
-    return 8 if is_eight else 4, blocks
-
-
-def many_shape(items: int, num_sms: int) -> tuple[int, int]:
-    """That of many bytes, as measured (docs/notes/decode_attention.md): the fewer the items, the
-    more blocks share the longest."""
-    return 4, 8 if items <= num_sms else 4 if items <= _FOURS * num_sms else 2
-
-
-def long_shape(items: int, num_sms: int) -> tuple[int, int]:
-    """That of longer ones, of lengths that differ by a factor of three: more blocks, or warps."""
-    if 2 * items <= num_sms:
-        return 8, 8 if 8 * items <= num_sms else 4
-    return 4, 8 if items <= _EIGHTS * num_sms else 4
-
-
 def best_shape(
-    every: Sequence[costs.Sizes], sizes: Mapping[str, int], items: int, num_sms: int,
+    every: Sequence[costs.Sizes], kernel: tuple[int, int], items: int, num_sms: int,
     evenly: float = 0.5,
 ) -> tuple[float, tuple[int, int]]:  # fmt: skip
     """About how long the fastest shape takes, and which it is.
 
-    every: what the caches may be; sizes: of the kernel; items: clusters; evenly: how much of the
-    choice is the first's, of lengths that are alike, where there are two.
+    every: what the caches may be; kernel: its head_dim and rows; items: clusters; evenly: how much
+    of the choice is the first's, of lengths that are alike, where there are two.
     """
-    width, rows = sizes["head_dim"], sizes["block_m"]
-    start_us, tile_us, round_us, beside = _TIMES[width, rows]
+    width, _ = kernel
+    start_us, tile_us, round_us, beside = _TIMES[kernel]
     ways = []
     for warps, blocks in itertools.product((4, 8), _PLACES):
         if warps == 8 and width > MAX_EIGHT_WARPS:
@@ -348,8 +308,8 @@ def pairs_bytes(given: DecodeGiven, shape: tuple[int, int], num_blocks: int) -> 
     """Of shared memory that no more than two blocks a multiprocessor have; 0: as many as fit."""
     device = device_of(given.q.device)
     few, most = (x * device.num_sms for x in _FAST_PAIRS)
-    is_narrow = is_small(given) and width_of(given) == _WIDTHS[1]
-    is_theirs = shape[0] == _FEW_WARPS and shape[1] < _MOST_BLOCKS  # which find fewer places then
+    is_narrow = is_small(given) and width_of(given) == WIDTHS[1]
+    is_theirs = shape[0] == _FEW_WARPS and shape[1] < MOST_BLOCKS  # which find fewer places then
     is_capped = is_fast_memory(given) and is_narrow and is_theirs and few < num_blocks <= most
     return device.sm_shared_bytes // 3 if is_capped else 0
 
@@ -358,7 +318,9 @@ def name(given: DecodeGiven) -> str:
     """The function for a step."""
     suffix = "" if block_rows(given) == _ROWS else "_rows32"
     token = common.DTYPE_TOKENS[given.q.dtype]
-    return f"{cubin_of(given)}_{token}_hdim{width_of(given)}{suffix}"
+    widths = (WIDTHS[0], *OWN_WIDTHS, WIDTHS[1]) if is_small(given) else WIDTHS
+    width = next(width for width in widths if width >= given.q.shape[-1])
+    return f"{cubin_of(given)}_{token}_hdim{width}{suffix}"
 
 
 def cubin_of(given: DecodeGiven) -> str:
@@ -367,8 +329,8 @@ def cubin_of(given: DecodeGiven) -> str:
 
 
 def width_of(given: DecodeGiven) -> int:
-    """Its head_dim."""
-    return next(width for width in _WIDTHS if width >= given.q.shape[-1])
+    """Its head_dim, but for those between, which plans do not tell apart."""
+    return next(width for width in WIDTHS if width >= given.q.shape[-1])
 
 
 def sizes_of(given: DecodeGiven) -> Mapping[str, int]:
@@ -385,7 +347,7 @@ def shared_bytes(sizes: Mapping[str, int], tokens: int, rows: int, shape: tuple[
     ring = pairs * 2 * tile * width * sizes["element_bytes"]
     merged = block_rows * (width + 10) * 4
     queries = block_rows * width * sizes["element_bytes"]
-    if block_rows == _ROWS and width < _WIDTHS[-1]:
+    if block_rows == _ROWS and width < WIDTHS[-1]:
         queries = 0  # in registers
     share = -(-min(rows, block_rows) * width // _OUT_VECTOR // blocks) if blocks > 1 else 0
     return queries + warps * max(ring, merged) + blocks * share * _SENT_BYTES + _BARRIER_BYTES

@@ -11,11 +11,11 @@ from ...errors import KernelHubError
 from ..core import bounds, common, tensor_maps
 from ..core.counters import counters
 from ..core.device import device_of
+from ..core.kv_cache import check_aligned, check_block_table, check_held
 from ..core.launch import Launch, Plans
-from . import mla_checks as checks
 from . import mla_plan as plans
 from .decode_plan import CUBIN, merge_stated
-from .mla_plan import KEY_DIM, LATENT_DIM, MlaGiven
+from .mla_plan import KEY_DIM, LATENT_DIM, MAX_SEQLEN_Q, MlaGiven
 
 
 class MlaStep(NamedTuple):
@@ -35,6 +35,7 @@ class MlaStep(NamedTuple):
 
 _plans: Plans[tuple[MlaStep, common.Spans]] = Plans()
 _OP = "mla_decode"
+_MAX_TOKENS = 2**30
 _REQUIRED, _OPTIONAL = "q kv_cache cache_seqlens", "block_table out"
 _operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
 _writes = common.Writes(_OP, f"{_REQUIRED} {_OPTIONAL}", "out")
@@ -90,9 +91,9 @@ def mla_decode(
     is_eager = _operands.are_plain(tensors[:3], (block_table, out))
     is_debugging = common.is_debugging()
     if not is_eager or is_debugging:
-        checks.check(MlaGiven(*tensors, *options, out))
+        _check(MlaGiven(*tensors, *options, out))
     if is_eager and is_debugging:
-        checks.check_values(MlaGiven(*tensors, *options, out))
+        _check_values(MlaGiven(*tensors, *options, out))
     given = out
     try:
         if out is None:
@@ -107,7 +108,7 @@ def mla_decode(
             into((*tensors, *options, out, lse), given is not None)
     except common.FOREIGN:
         _operands.check_tensors(tensors[:3], (block_table, given))  # names what has no memory
-        checks.check(MlaGiven(*tensors, *options, given))
+        _check(MlaGiven(*tensors, *options, given))
         common.check_flag(_OP, "return_lse", return_lse)
         raise
     if is_eager and given is not None:
@@ -196,7 +197,7 @@ def _met(given: MlaGiven, step: MlaStep, spans: common.Spans, addresses: tuple[i
     """What a launch takes for the cache at addresses that are new: a pointer, or a tensor map."""
     spans.refuse(addresses)
     if any(x.data_ptr() % common.VEC_BYTES for x in (given.q, given.kv_cache, given.out)):
-        checks.check(given)  # refuses them
+        _check(given)  # refuses them
     made = tensor_maps.tensor_map(given.kv_cache, step.boxes) if step.boxes else ()
     spans.keep(addresses, made)
     return made
@@ -218,7 +219,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     plan = _plans.get(key)
     if plan is None:
         given = MlaGiven(*arguments)
-        checks.check(given)
+        _check(given)
         plan = _plans.keep(
             key, (_step(given), _writes.spans(*tensors, *(() if is_given else (None,))))
         )
@@ -250,7 +251,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
             merge.function(merge.grid, merge.block, 0, None, params, **merge.options)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
-        checks.check(MlaGiven(*arguments))
+        _check(MlaGiven(*arguments))
         raise
     if common.is_debugging():
         bounds.report(q)
@@ -260,10 +261,10 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
 def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     """The same on the CPU, by torch, in fp32: sequence by sequence."""
     given = MlaGiven(*arguments)
-    checks.check(given)
+    _check(given)
     if is_given:
         _writes.check(*given[:4], given.out)
-    checks.check_values(given)
+    _check_values(given)
     q, kv_cache, cache_seqlens, block_table, softmax_scale, _, out, lse = given
     seqlen_q = q.shape[1]
     for index, length in enumerate(cache_seqlens.tolist()):
@@ -284,8 +285,56 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
             lse[index] = found
 
 
+def _check(given: MlaGiven) -> None:
+    """Raise TensorError for whatever does not fit; of shapes alone."""
+    q, kv_cache, cache_seqlens, block_table, softmax_scale, num_splits, out, _ = given
+    common.check_data(_OP, "q", q, common.HALF)
+    if q.dim() != 4:
+        raise common.refuse(_OP, "q", f"shape (batch_size, seqlen_q, num_heads, {KEY_DIM})", q)
+    batch_size, seqlen_q, num_heads, width = q.shape
+    if width != KEY_DIM:
+        raise common.refuse(_OP, "q", f"{KEY_DIM} columns ({LATENT_DIM} latent, then rotated)", q)
+    if not 1 <= seqlen_q <= MAX_SEQLEN_Q:
+        raise common.refuse(_OP, "q", f"1 to {MAX_SEQLEN_Q} tokens a sequence (seqlen_q)", q)
+    if max(batch_size, seqlen_q * num_heads) > common.MAX_SIZE:
+        raise common.refuse(_OP, "q", f"at most {common.MAX_SIZE} sequences, and heads", q)
+    check_aligned(_OP, "q", q)
+    common.check_tensor(_OP, "kv_cache", kv_cache)
+    leading = tuple(kv_cache.shape[:2])
+    if kv_cache.dim() not in (3, 4):
+        first = "batch_size, max_seqlen" if block_table is None else "num_pages, page_size"
+        raise common.refuse(_OP, "kv_cache", f"shape ({first}, {KEY_DIM})", kv_cache)
+    if block_table is None:
+        leading = (batch_size, leading[1])
+    heads = (1,) if kv_cache.dim() == 4 else ()
+    common.check_like(_OP, "kv_cache", kv_cache, (*leading, *heads, KEY_DIM), q)
+    check_aligned(_OP, "kv_cache", kv_cache)
+    common.check_like(_OP, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,))
+    if batch_size > 1 and cache_seqlens.stride(0) != 1:
+        raise common.refuse(_OP, "cache_seqlens", "a contiguous tensor", cache_seqlens)
+    room = leading[1]
+    if block_table is not None:
+        check_block_table(_OP, block_table, batch_size, q)
+        if not 1 <= room <= _MAX_TOKENS:
+            raise common.refuse(_OP, "kv_cache", "a page_size of 1 token or more", kv_cache)
+        room *= block_table.shape[1]
+    if room > _MAX_TOKENS:
+        raise common.refuse(_OP, "kv_cache", f"at most {_MAX_TOKENS} tokens a sequence", room)
+    common.check_number(_OP, "softmax_scale", softmax_scale)
+    common.check_count(_OP, "num_splits", num_splits)
+    common.check_written(_OP, "out", out, (batch_size, seqlen_q, num_heads, LATENT_DIM), q)
+    if out is not None:
+        check_aligned(_OP, "out", out)
+
+
+def _check_values(given: MlaGiven) -> None:
+    """Lengths that fit the cache, and pages that exist, for which it waits; below 0 is a finished
+    row."""
+    check_held(_OP, given.kv_cache, given.cache_seqlens, given.block_table)
+
+
 _op = common.define_given(
     "mla_decode(Tensor q, Tensor kv_cache, Tensor cache_seqlens, Tensor? block_table, "
     "float softmax_scale, int num_splits, Tensor(a!) out, Tensor(b!)? lse) -> ()",
-    MlaGiven, cuda=_cuda_into, cpu=_cpu_into, check=checks.check,
+    MlaGiven, cuda=_cuda_into, cpu=_cpu_into, check=_check,
 )  # fmt: skip

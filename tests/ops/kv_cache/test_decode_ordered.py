@@ -178,13 +178,17 @@ def test_steps_for_whole_tiles(hopper_way: Way, monkeypatch: pytest.MonkeyPatch,
 def test_which_clusters() -> None:
     """Of eight blocks where all find a place, of long caches; none where too many wait."""
 
-    def found(batch_size: int, tokens: int) -> tuple[bool, bool]:
+    def found(batch_size: int, tokens: int, bytes_a_us: float = 4.9e6) -> tuple[bool, bool]:
         cache = torch.empty(batch_size, tokens, 8, 128, dtype=torch.bfloat16, device="meta")
         q = torch.empty(batch_size, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         step = ordered.DecodeGiven(q, cache, cache, *[None] * 12, False, 0, 0.1, -1, 0.0, 0, None)
-        with pretend(PlannedGpu((9, 0), 132)):
+        with pretend(PlannedGpu((9, 0), 132, peak_bytes_a_us=bytes_a_us)):
             return ordered.is_faster(step), ordered.is_wide_faster(step)
 
     assert found(1, 8192) == found(1, 2048) == (True, True)
     assert found(1, 1024) == found(2, 8192) == found(6, 1024) == (True, False)
     assert found(8, 1024) == found(6, 256) == (False, False)
+    # Where memory is fast: two full rounds, three of long caches.
+    h100 = 3.35e6
+    assert found(7, 1024) == found(10, 8192) == (True, False)
+    assert found(7, 1024, h100) == found(10, 8192, h100) == found(11, 8192) == (False, False)

@@ -103,6 +103,25 @@ def test_every_kernel_in_clusters(
     assert [launch.options["cluster"] for launch in planned] == [(blocks, 1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "width"), [(72, 80), (80, 80), (88, 96), (96, 96), (104, 128)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_widths_of_their_own(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, planned: list[Launch], dtype: torch.dtype,
+    head_dim: int, width: int,
+) -> None:  # fmt: skip
+    """Heads whose rows are no power of two of chunks are read without the columns they lack."""
+    for warps, blocks, page_size in ((4, 2, 0), (8, 1, 48)):
+        in_shape(monkeypatch, warps, blocks)
+        Step(
+            hopper_way, [300, 0, 5, 129], dtype, heads=(8, 2), head_dim=head_dim,
+            page_size=page_size,
+        ).check()  # fmt: skip
+    assert all(launch.function.name.endswith(f"hdim{width}") for launch in planned)
+    assert len(planned) == 2
+
+
 H100, H200 = (PlannedGpu((9, 0), 132, peak_bytes_a_us=x) for x in (3.35e6, 4.9e6))
 
 
@@ -172,6 +191,16 @@ def test_which_where_memory_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of caches that may be full, lengths are alike mostly.
     assert of(105, 1, 768, (10, 2)) == of(64, 1, 1600, (16, 2)) == (8, 1)
     assert (8, 1) not in (of(105, 1, 768, (10, 2), mean=300), of(64, 1, 1600, (16, 2), mean=1650))
+    # One token: so many that clusters of four all find places; long plain caches.
+    assert of(11, 1, 4032, (16, 8)) == (4, 4) and of(11, 1, 4736, (16, 8)) == (4, 8)
+    assert of(11, 2, 4032, (16, 8)) == of(13, 1, 4032, (16, 8)) == (8, 2)
+    assert of(23, 1, 5120, (32, 8)) == of(60, 1, 12_288, (32, 8)) == (4, 8)
+    assert of(23, 1, 12_288, (32, 8)) == of(11, 1, 16_000, (8, 8), 80) == (0, 0)
+    assert of(12, 1, 16_000, (8, 8), 80) == of(9, 1, 38_848, (32, 32), 96) == (8, 4)
+    assert of(20, 1, 16_704, (32, 32), 80) == (4, 8)
+    # Short items of the most columns, where parts have half the rounds.
+    assert of(256, 1, 192, (4, 2), 256) == (0, 0) and of(256, 1, 320, (4, 2), 256) == (4, 1)
+    assert of(164, 1, 192, (4, 2), 256) == of(256, 2, 192, (4, 2), 256) == (4, 1)
     # Many items of the most columns, whatever bytes there are; of two parts where they have fewer.
     assert of(20, 7, 2112, (16, 16), 224) == of(64, 1, 4032, (16, 8), 256) == (4, 2)
     assert of(20, 7, 1024, (128, 128), 224) == of(64, 1, 3200, (16, 8), 256, mean=900) == (0, 0)

@@ -59,20 +59,17 @@ struct ShortLoader {
     }
     __device__ __forceinline__ void copy(const T* base, int64_t token_stride, int num_tokens,
                                          uint32_t target) const {
-        constexpr int kChunks = Config::kChunks, kRowsAtOnce = 32 / kChunks;
-        const int chunk = lane_idx % kChunks, first_row = lane_idx / kChunks;
-        const T* source = base + first_row * token_stride + chunk * 8;
-        const bool is_column = chunk * 8 < args.head_dim;
+        // Lanes go on where those before end: in a row, where they have no whole ones.
+        constexpr int kChunks = Config::kChunks;
+        const T* whole = base + lane_idx / kChunks * token_stride;
 #pragma unroll
-        for (int i = 0; i < Config::kTile; i += kRowsAtOnce) {
-            const uint32_t place = target + swizzled<kChunks>(i + first_row, chunk);
-            const bool is_inside = is_column && i + first_row < num_tokens;
-            if constexpr (kChunks > 8) {
-                cp_async_16_narrow(place, source, is_inside, read_once_policy());
-            } else {
-                cp_async_16(place, source, is_inside, read_once_policy());
-            }
-            source += kRowsAtOnce * token_stride;
+        for (int i = 0; i < Config::kTile * kChunks / 32; ++i) {
+            const int flat = 32 * i + lane_idx, row = flat / kChunks, chunk = flat % kChunks;
+            const T* const source = 32 % kChunks == 0 ? whole : base + row * token_stride;
+            copy_of_row<Config::kRowBytes>(target + swizzled<kChunks>(row, chunk),
+                                           source + chunk * 8,
+                                           chunk * 8 < args.head_dim && row < num_tokens);
+            whole += 32 / kChunks * token_stride;
         }
     }
     // Start the copies of a tile's keys and values, a group each; nothing where there is no tile.
