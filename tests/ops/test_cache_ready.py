@@ -13,7 +13,7 @@ import torch
 from bits import same_bits
 from emulated import written_just_ahead
 from refused import check_refused
-from test_weights_ready import force, variants
+from test_weights_ready import check_in_turn, force, variants
 from ways import Way
 
 from kernel_hub import ops
@@ -127,6 +127,45 @@ def test_places_ahead_of_the_launch_before(
         # Consumers of other tiles find places beside the producer, which waits.
         assert is_early or not name.startswith("swapped"), name
         assert not is_early or not name.startswith("m"), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 16, 40, 64])
+def test_launches_just_ahead(hopper_way: Way, count: int) -> None:
+    """A step behind a slow launch: rows normed, projected into the cache and attended to."""
+    if not hopper_way.is_gpu:
+        pytest.skip("one launch after another")
+    way, lot = hopper_way, random.Random(f"steps behind {count}")
+    half: dict[str, Any] = {"dtype": torch.bfloat16}
+    x, w = way.randn(count, 1, 2048, **half), way.randn(3072, 2048, seed=1, **half) / 32
+    slow, norm = x.new_ones(3000, 4096), x.new_ones(2048)
+    before = [lot.choice((0, 15, 16, 255, lot.randrange(1500))) for _ in range(count)]
+    table = torch.randperm(100 * count).int().view(count, 100).to(way.device)
+    caches = [way.randn(100 * count, 16, 4, 128, seed=seed, **half) for seed in (2, 3)]
+    angles = (torch.arange(1600)[:, None] * 0.9 ** torch.arange(64)).to(way.device)
+    cos, sin = angles.cos(), angles.sin()
+    lengths = torch.tensor(before, dtype=torch.int32, device=way.device)
+    after, rows = lengths + 1, torch.arange(count, device=way.device)
+    new = table[rows, lengths // 16].long(), (lengths % 16).long()
+
+    def run(ready: bool) -> torch.Tensor:
+        for cache in caches:
+            cache[new] = float("nan")
+        ops.silu_and_mul(slow)
+        h = ops.rms_norm(x, norm, weights_ready=ready)
+        q, _, _ = ops.qkv_linear(
+            h, w, num_heads=16, num_kv_heads=4, cos=cos, sin=sin,
+            k_cache=caches[0], v_cache=caches[1], cache_seqlens=lengths, block_table=table,
+            weights_ready=ready, cache_ready=ready,
+        )  # fmt: skip
+        found = ops.decode_attention(
+            q, *caches, cache_seqlens=after, block_table=table, cache_ready=ready
+        )
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    check_in_turn(partial(run, True), f"{count} sequences")
+    same_bits(run(True), run(False))
 
 
 def test_it_is_true_or_false() -> None:
