@@ -146,11 +146,14 @@ def test_launches_just_ahead(hopper_way: Way, count: int) -> None:
     cos, sin = angles.cos(), angles.sin()
     lengths = torch.tensor(before, dtype=torch.int32, device=way.device)
     after, rows = lengths + 1, torch.arange(count, device=way.device)
-    new = table[rows, lengths // 16].long(), (lengths % 16).long()
+    new, nan = (
+        (table[rows, lengths // 16].long(), (lengths % 16).long()),
+        x.new_tensor(float("nan")),
+    )
 
     def run(ready: bool) -> torch.Tensor:
         for cache in caches:
-            cache[new] = float("nan")
+            cache.index_put_(new, nan)
         ops.silu_and_mul(slow)
         h = ops.rms_norm(x, norm, weights_ready=ready)
         q, _, _ = ops.qkv_linear(
