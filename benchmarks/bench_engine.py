@@ -12,15 +12,19 @@ that count: who answers first has said more by then. The prompt of 8,192 beside 
 this card multiplies when it has been busy (a product of 8192^3 by torch); decodes with 512 tokens
 of a prompt beside a prompt of as many tokens and the decodes' attention, each alone. The engine
 takes so many beside decodes where a backlog asks for it (engine/shapes.py): that case has one, and
-room in a pass for no more. --case: these alone, in the order of all.
+room in a pass for no more. --case: these alone, in the order of all. Beside each the clock of the
+multiprocessors and the power, medians of nvidia-smi's: at the cap of power what ran before counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import random
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -133,6 +137,35 @@ class Clock:
         return [1e3 * end.elapsed_time(begin) for end, begin in pairs]
 
 
+class Card:
+    """Clock (MHz) and power (W) of the device, every 20 ms, as nvidia-smi says them."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, str]] = []
+        asked = "--query-gpu=clocks.sm,power.draw.instant"
+        uuid = torch.cuda.get_device_properties(0).uuid
+        how = "--format=csv,noheader,nounits", "-lms", "20", "-i", f"GPU-{uuid}"
+        try:
+            self._told = subprocess.Popen(
+                ["nvidia-smi", asked, *how], stdout=subprocess.PIPE, text=True
+            )
+        except FileNotFoundError:
+            return
+        atexit.register(self._told.kill)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._told.stdout or ():
+            self._seen.append((time.perf_counter(), line))
+
+    def since(self, began: float) -> str:
+        seen = [line.split(",") for at, line in self._seen if at >= began]
+        clock, power = ([float(x[i]) for x in seen if "[" not in x[i]] for i in (0, 1))
+        if not clock or not power:
+            return "clock and power unknown"
+        return f"{statistics.median(clock):.0f} MHz, {statistics.median(power):.0f} W"
+
+
 def _now() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -199,7 +232,7 @@ def run(options: argparse.Namespace) -> int:
         cache_tokens=CACHE_TOKENS,
     )  # fmt: skip
     engine.text, clock, vocab_size = Words(engine.vocab_size), Clock(engine), engine.vocab_size
-    took: dict[Pass, float] = {}
+    took, card = dict[Pass, float](), Card()
     for x in (each for name, each in CASES.items() if name in (options.case or CASES)):
         lot = random.Random(f"{options.seed} {x}")
         lengths = [lot.randint(x.context * 2 // 3, x.context * 4 // 3) for _ in range(x.decodes)]
@@ -209,7 +242,7 @@ def run(options: argparse.Namespace) -> int:
             pass
         chunks = [1] * x.decodes + [x.prompt] * (x.prompt > 0)
         engine._scheduler.max_tokens = sum(chunks) if x == MIXED else MOST_TOKENS
-        found: dict[str, list[float]] = {}
+        found, states = dict[str, list[float]](), list[str]()
         for name in (OURS, IN_STEP):
             prompts = (
                 request(lot, f"{name} {i}", x.prompt, vocab_size, 1)
@@ -217,7 +250,9 @@ def run(options: argparse.Namespace) -> int:
             )
             for prompt in islice(prompts, BACKLOG * (x == MIXED)):
                 engine.submit(prompt)
+            began = time.perf_counter()
             walls, idle, said = steps(engine, clock, prompts, options.rounds, name == IN_STEP)
+            states.append(card.since(began))
             found |= {name: walls, f"{name}, idle": idle}
             if name == OURS:  # in the cache, in the middle
                 live = [engine._live[f"decode {i}"] for i in range(x.decodes)]
@@ -242,7 +277,7 @@ def run(options: argparse.Namespace) -> int:
             f"{floor / medians[name]:.2f} of the floor"
             for name in (OURS, IN_STEP)
         )
-        print(f"{x!s:22} {shown}", flush=True)
+        print(f"{x!s:22} {shown}; {' and '.join(states)}", flush=True)
         took[x] = medians[OURS]
         if x == LONG:
             rate = busy_rate(options.rounds)

@@ -197,7 +197,16 @@ struct QkvEndingSm90 : QkvEnding<T> {
 
     __device__ __forceinline__ void prepare_swapped(int thread, int num_threads) const {
         if (thread < kMostSwapped) {
-            swapped_places()[thread] = this->find(thread);
+            const TokenPlace found = this->find(thread);
+            swapped_places()[thread] = found;
+            if (this->cos && found.position >= 0) {  // its entries are far away by then
+                const int64_t from =
+                    int64_t{found.position} * this->table_stride * this->table_bytes;
+                for (int at = 0; at < this->heads.rotary_dim / 2 * this->table_bytes; at += 128) {
+                    prefetch_l2(static_cast<const char*>(this->cos) + from + at);
+                    prefetch_l2(static_cast<const char*>(this->sin) + from + at);
+                }
+            }
         }
         named_barrier_sync(1, num_threads);
     }
@@ -279,7 +288,7 @@ struct QkvEndingSm90 : QkvEnding<T> {
              const __grid_constant__ CUtensorMap a_tail,                                           \
              const __grid_constant__ CUtensorMap b_map, QKV_TABLES(T), QKV_STRIDES, int m, int k,  \
              QKV_NUMBERS, int pairs_per_run, int run_blocks, int block_step, int block_distance,   \
-             int groups_per_block, int box_rows, int group, int weights_ready) {                   \
+             int groups_per_block, int box_rows, int group, int ready) {                           \
             [[maybe_unused]] const PairedBoxes swapped_boxes{&b_map, groups_per_block, box_rows};  \
             const BlockBoxes block_boxes{&b_map, pairs_per_run, run_blocks, block_step,            \
                                          block_distance};                                          \
@@ -287,7 +296,7 @@ struct QkvEndingSm90 : QkvEnding<T> {
                 QkvEndingSm90<T>{{QKV_ENDING(head_dim, rotary_dim, paired_dim, is_interleaved)},   \
                                  block_boxes},                                                     \
                 &a_map, &a_tail, BOXES, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k,    \
-                group, weights_ready);                                                             \
+                group, ready);                                                                     \
         })
 
 #define EXPORT_BOTH(NAME, BOXES, ...)                                     \

@@ -150,7 +150,7 @@ class Model:
         else:
             q, _, _ = ops.qkv_linear(
                 h, own.qkv, own.qkv_bias, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-                k_cache=pages[0], v_cache=pages[1], **more, **self._product,
+                k_cache=pages[0], v_cache=pages[1], cache_ready=True, **more, **self._product,
             )  # fmt: skip
         return q.flatten(0, -3)
 
@@ -179,7 +179,7 @@ class Model:
             decode_q, decode_out = (x[: n * b.width].unflatten(0, (n, b.width)) for x in (q, out))
             ops.decode_attention(
                 decode_q, *pages, cache_seqlens=b.after[:n], block_table=b.block_table[:n],
-                out=decode_out, **how,
+                out=decode_out, cache_ready=True, **how,
             )  # fmt: skip
         if n < len(b.before):
             ops.flash_attention(

@@ -53,6 +53,7 @@ def decode_attention(
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
     deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
+    cache_ready: bool = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -66,6 +67,7 @@ def decode_attention(
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
     deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
+    cache_ready: bool = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -79,6 +81,7 @@ def decode_attention(
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
     deterministic: bool | Literal['batch'] = False, k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None, tree_mask: Tensor | None = None,
+    cache_ready: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def embedding(
     ids: Tensor, weight: Tensor, *, scale: float | None = None,
@@ -273,7 +276,7 @@ def qkv_linear(
     out_v: Tensor | None = None, q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
     deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    cache_ready: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -287,7 +290,7 @@ def qkv_linear(
     out_v: Tensor | None = None, q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
     deterministic: bool | Literal['batch'] = False, weights_ready: bool = False,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    cache_ready: bool = False, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
 ) -> tuple[Tensor, None, None]: ...  # fmt: skip
 @overload

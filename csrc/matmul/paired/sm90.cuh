@@ -269,11 +269,13 @@ __device__ __forceinline__ bool merge_splits(float (&acc)[C::kSums], uint32_t su
     return true;
 }
 
+// ready: what no launch just ahead writes, as the caller promises. Bit 0: the weights; bit 1: what
+// the ending reads before it has sums.
 template <typename T, typename C, typename Ending, typename Boxes>
 __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const CUtensorMap* a_map,
                                                    const CUtensorMap* a_tail, const Boxes& boxes,
                                                    int m, int num_groups, int k, int group,
-                                                   int weights_ready) {
+                                                   int ready) {
     static_assert(C::kSplits == 1 ||
                       (C::kSwaps && C::kConsumers == 1 && C::kSharers == 1 && 4 % C::kSplits == 0),
                   "blocks share the k of one swapped tile a cluster, whose 4 warps they finish");
@@ -296,8 +298,9 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
         fence_mbarrier_init();
     }
     await_barriers<(C::kClusterSize > 1)>();
-    const bool leads = weights_ready != 0;  // then the producer waits where it is right
-    if (warpgroup != 0 || !leads) {
+    const bool leads = (ready & 1) != 0;  // then the producer waits where it is right
+    // NOTE: what consumers write is behind rows of a, and so behind the launch before.
+    if (warpgroup == 0 ? !leads : ready != 3) {
         wait_for_launch_before();
     }
 

@@ -72,6 +72,7 @@ def decode_attention(
     v_scale: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     deterministic: bool | Literal["batch"] = False, k_scale_cache: torch.Tensor | None = None,
     v_scale_cache: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    cache_ready: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One decode step of 1 to 16 new tokens a sequence, in one launch (and a merge where split):
 
@@ -129,12 +130,13 @@ def decode_attention(
         before the new ones. Its sequence are those, in their order: it is rotated, and window and
         ALiBi count, as if it were appended behind the others of them; without a bit, as the first
         new one. Drafts of a tree: `ops.trees.tree_mask(parents)`.
+    cache_ready: a promise that no launch just ahead writes cache_seqlens, block_table, or of the
+        caches more than each sequence's last seqlen_q tokens: the others may be read early.
 
     Returns out, or (out, lse). Rows without a key are 0, with lse -inf, or of a row that is not
-    finished the sink. Two runs give the same
-    bits. A CUDA tensor runs the shipped cubin on torch's current stream and can be captured in a
-    CUDA graph, lengths changing between replays; a CPU tensor runs a reference in torch. No
-    backward. Raises TensorError naming the argument that does not fit.
+    finished the sink. Two runs give the same bits. A CUDA tensor runs the shipped cubin on torch's
+    current stream and can be captured in a CUDA graph, lengths changing between replays; a CPU
+    tensor runs a reference in torch. No backward. Raises TensorError naming what does not fit.
     Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
     """
     if rotary_dim is None:
@@ -157,15 +159,18 @@ def decode_attention(
     )  # fmt: skip
     options = (interleaved, rotary_dim, softmax_scale, left, softcap, num_splits)
     both = (k_scale_cache, v_scale_cache)
-    scales = () if k_scale_cache is v_scale_cache is None else both
+    if cache_ready is not False:
+        common.check_flag(_OP, "cache_ready", cache_ready)
+    is_plain = k_scale_cache is v_scale_cache is None and not cache_ready
+    more = () if is_plain else (*both, bool(cache_ready))
     is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out, *both))
     is_debugging = common.is_debugging()
     if not is_eager or is_debugging:
-        checks.check(_given(*tensors, *options, out, None, *scales), right)
+        checks.check(_given(*tensors, *options, out, None, *more), right)
     if is_eager and is_debugging:
-        checks.check_values(_given(*tensors, *options, out, None, *scales))
+        checks.check_values(_given(*tensors, *options, out, None, *more))
     if deterministic is not False and common.is_batch(_OP, deterministic):
-        step = _given(*tensors, *options, out, None, *scales)
+        step = _given(*tensors, *options, out, None, *more)
         return decode_alone(step, right, return_lse, bool(is_eager))
     given = out
     try:
@@ -175,13 +180,13 @@ def decode_attention(
         if return_lse:
             lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         if not is_eager:
-            _op(*_given(*tensors, *options, out, lse, *scales))
+            _op(*_given(*tensors, *options, out, lse, *more))
         else:
             into = _cuda_into if q.is_cuda else _cpu_into
-            into((*tensors, *options, out, lse, *scales), given is not None)
+            into((*tensors, *options, out, lse, *more), given is not None)
     except common.FOREIGN:
         _operands.check_tensors(tensors[:4], (*tensors[4:], given, *both))  # names what has none
-        checks.check(_given(*tensors, *options, given, None, *scales), right)
+        checks.check(_given(*tensors, *options, given, None, *more), right)
         common.check_flag(_OP, "return_lse", return_lse)
         raise
     if is_eager and k is not None:
@@ -194,8 +199,7 @@ def decode_attention(
 def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     """Choose the kernel, its launch shape and its numbers, for arguments that were checked."""
     (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, sinks, tree_mask,
-     interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, out,
-     *_) = given  # fmt: skip
+     interleaved, rotary_dim, softmax_scale, window_left, softcap, _, out, *_) = given  # fmt: skip
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     if q.numel() == 0:
@@ -220,14 +224,8 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             return Step(sm90.plan(given))
     if not shape[0]:
         items *= -(-rows // variant.rows)
-        seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
-        token_bytes = 2 * head_dim * k_cache.element_size()
-        num_bytes = batch_size * num_kv_heads * seen * token_bytes
-        alone = seqlen_q if batch_size == 1 else 0
-        caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes, alone)
-        blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
         wide = variant.is_sm90 and short.is_fast_memory(given)
-        split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms, wide)
+        split = plans.split_of(given, variant, items, max_tokens, device.num_sms, wide)
     token = common.DTYPE_TOKENS[q.dtype]
     if shape[0]:
         functions = [common.shipped(short.cubin_of(given), short.name(given))]
@@ -242,6 +240,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     aligned = is_aligned and common.is_aligned(
         8, *strides, *new[0], *new[1], 0 if cos is None else cos.stride(0), rotary_dim // 2
     )
+    is_ready = given.cache_ready and shape[0] > 0  # other kernels do not ask
     sink_type = 0 if sinks is None else common.ELEMENT_TYPES.index(sinks.dtype)
     numbers = (
         *strides, *new[0], *new[1], *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -251,7 +250,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         *plans.mask_strides(tree_mask),
         batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, k_cache.shape[0], page_size,
         max_tokens, rotary_dim, *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
-        int(bool(interleaved)), int(aligned), split.num_splits, split.parallel,
+        int(bool(interleaved)), aligned + 2 * is_ready, split.num_splits, split.parallel,
         split.fine_units, device.num_sms, window_left, sink_type, softmax_scale, softcap,
     )  # fmt: skip
     how = {"programmatic": True} if device.overlaps_launches else {}
@@ -265,11 +264,9 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             split.fine_units, device.num_sms, num_heads, num_kv_heads, head_dim, variant.rows,
             sink_type,
         )  # fmt: skip
-        merge = Launch(
-            functions[1], plans.merge_grid(split, min(rows, variant.rows), head_dim),
-            plans.merge_stated().block,
-            numbers=merge_numbers, options=how,
-        )  # fmt: skip
+        grid = plans.merge_grid(split, min(rows, variant.rows), head_dim)
+        block = plans.merge_stated().block
+        merge = Launch(functions[1], grid, block, numbers=merge_numbers, options=how)
     numbers = (*numbers, *given.scale_strides)
     main = Launch(functions[0], (split.num_blocks, 1, 1), *variant.stated[:2], numbers, options=how)
     partials: tuple[torch.Tensor, ...] = ()
@@ -307,12 +304,15 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     """
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
      alibi_slopes, sinks, tree_mask, interleaved, rotary_dim, softmax_scale, window_left, softcap,
-     num_splits, out, lse, *scales) = arguments  # fmt: skip
+     num_splits, out, lse, *more) = arguments  # fmt: skip
+    *scales, is_ready = more or (False,)
+    scales = [] if scales and scales[0] is scales[1] is None else scales
     at: tuple[int, ...] = (
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cache_seqlens.data_ptr()
     )  # fmt: skip
     key: tuple[Any, ...] = (
-        interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, q.get_device(),
+        interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, is_ready,
+        q.get_device(),
         q.dtype, q.shape, q.stride(), k_cache.dtype, k_cache.shape, k_cache.stride(),
         v_cache.dtype, v_cache.shape, v_cache.stride(), cache_seqlens.dtype, cache_seqlens.shape,
         cache_seqlens.stride(),
@@ -336,7 +336,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         given = _given(*arguments)
         checks.check(given)
         writes = _reads if k is None else _appends
-        spans = writes.spans(*given[:_TENSORS], out if is_given else None, *given[-2:])
+        spans = writes.spans(*given[:_TENSORS], out if is_given else None, *given.scales)
         plan = _plans.keep(key, DecodePlan({}, spans))
     step = plan.spans.apart.get(at)
     if step is None:
@@ -381,7 +381,7 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     checks.check(given)
     if is_given or given.k is not None:
         writes = _reads if given.k is None else _appends
-        writes.check(*given[:_TENSORS], given.out, *given[-2:])
+        writes.check(*given[:_TENSORS], given.out, *given.scales)
     checks.check_values(given, is_strict=False)
     found, found_lse = _reference(given)
     given.out.copy_(found)
@@ -395,6 +395,6 @@ _op = common.define_given(
     "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, "
     "bool interleaved, SymInt rotary_dim, float softmax_scale, SymInt window_left, float softcap, "
     "int num_splits, Tensor(c!) out, Tensor(d!)? lse, Tensor? k_scale_cache=None, "
-    "Tensor? v_scale_cache=None) -> ()",
+    "Tensor? v_scale_cache=None, bool cache_ready=False) -> ()",
     DecodeGiven, cuda=_cuda_into, cpu=_cpu_into, check=checks.check,
 )  # fmt: skip

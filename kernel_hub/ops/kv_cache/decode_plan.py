@@ -40,6 +40,12 @@ class DecodeGiven(NamedTuple):
     lse: Any = None
     k_scale_cache: Any = None
     v_scale_cache: Any = None
+    cache_ready: bool = False
+
+    @property
+    def scales(self) -> tuple[Any, Any]:
+        """Of tokens."""
+        return self.k_scale_cache, self.v_scale_cache
 
     @property
     def scaled(self) -> str:
@@ -51,7 +57,7 @@ class DecodeGiven(NamedTuple):
     @property
     def scale_strides(self) -> list[int]:
         """What those kernels take besides; 0 where no scales are a token's."""
-        scales = (self.k_scale_cache, self.v_scale_cache) if self.scaled else ()
+        scales = self.scales if self.scaled else ()
         return [s for x in scales for s in ((0, 0, 0) if x is None else x.stride())]
 
 
@@ -274,9 +280,8 @@ def choose_split(
                 fixed = 2
             saved = caches.seen * caches.token_bytes * (fixed - 1) // fixed
             num_splits = 1 if saved < PART_BYTES else fixed
-        elif (
-            caches.alone > 1
-        ):  # nothing to even out: a block a multiprocessor, found without lengths
+        elif caches.alone > 1:
+            # Nothing is to be evened out: a block a multiprocessor, found without lengths.
             num_splits = max(1, num_sms // items, min(ALONE_PARTS, blocks // items))
     num_splits = min(num_splits, max_units)
     if num_splits == 1:
@@ -296,6 +301,21 @@ def choose_split(
         even = 2 * num_sms  # Work::shares_of, of items nearly as long as each other: no more parts
     num_blocks = min(max(most + items, even), units)
     return Split(0, parallel, num_blocks, min(items, most), fine_units)
+
+
+def split_of(
+    given: DecodeGiven, variant: Variant, items: int, max_tokens: int, num_sms: int, wide: bool
+) -> Split:
+    """The parts that a kernel of parts cuts its caches into."""
+    batch_size, seqlen_q, _, head_dim = given.q.shape
+    cache, left = given.k_cache, given.window_left
+    seen = max_tokens if left < 0 else min(max_tokens, left + seqlen_q)
+    token_bytes = 2 * head_dim * cache.element_size()
+    num_bytes = batch_size * cache.shape[2] * seen * token_bytes
+    alone = seqlen_q if batch_size == 1 else 0
+    caches = Caches(items, max_tokens, seen, token_bytes, num_bytes, alone)
+    blocks = blocks_for(variant, caches, head_dim, num_sms)
+    return choose_split(caches, variant.unit, given.num_splits, blocks, num_sms, wide)
 
 
 def merge_grid(split: Split, rows: int, head_dim: int) -> tuple[int, int, int]:

@@ -40,6 +40,7 @@ class QkvGiven(NamedTuple):
     weight_offset: Any = 0.0
     batch_invariant: bool = False
     weights_ready: bool = False
+    cache_ready: bool = False
     k_scale: Any = None
     v_scale: Any = None
     k_scale_cache: Any = None
@@ -48,7 +49,7 @@ class QkvGiven(NamedTuple):
     @property
     def tensors(self) -> tuple[Any, ...]:
         """Those of them that are tensors."""
-        return self[:15] + self[19:21] + self[25:]
+        return self[:15] + self[19:21] + self[26:]
 
     @property
     def is_normed(self) -> bool:

@@ -47,7 +47,7 @@ def qkv_linear(
     out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6, weight_offset: float = 0.0, deterministic: bool | Literal["batch"] = False,
-    weights_ready: bool = False, k_scale: torch.Tensor | None = None,
+    weights_ready: bool = False, cache_ready: bool = False, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None, k_scale_cache: torch.Tensor | None = None,
     v_scale_cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
@@ -90,6 +90,8 @@ def qkv_linear(
     deterministic: "batch": a token's bits depend on it alone, not on how many there are: one way
         for any number of them.
     weights_ready: a promise that no launch just ahead writes w_qkv, as of `linear`.
+    cache_ready: with it, one that none writes what says where tokens go and how they turn: cos,
+        sin, positions, cache_seqlens, block_table, slot_mapping, cu_seqlens.
     k_scale, v_scale: (num_kv_heads,) fp32, only with e4m3 and int8 caches; None: 1 of e4m3.
     k_scale_cache, v_scale_cache: in place of those, where the scale of each token and head is
         written, as `append_kv` finds it.
@@ -117,6 +119,8 @@ def qkv_linear(
     batch_invariant = deterministic is not False and common.is_batch(OP, deterministic)
     if weights_ready is not False:
         common.check_flag(OP, "weights_ready", weights_ready)
+    if cache_ready is not False:
+        common.check_flag(OP, "cache_ready", cache_ready)
     outputs = (k_cache, v_cache, out_q, out_k, out_v, k_scale_cache, v_scale_cache)
     written = [out for out in outputs if out is not None]
     if not (q_norm_weight is k_norm_weight is None):
@@ -138,7 +142,7 @@ def qkv_linear(
     values = (
         x, w_qkv, *optional[:10], out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
         rotary_dim, q_norm_weight, k_norm_weight, eps, weight_offset, batch_invariant,
-        bool(weights_ready), k_scale, v_scale, k_scale_cache, v_scale_cache,
+        bool(weights_ready), bool(cache_ready), k_scale, v_scale, k_scale_cache, v_scale_cache,
     )  # fmt: skip
     if not plain:
         if not _is_tracing():
@@ -266,6 +270,7 @@ def _plan(given: QkvGiven) -> Launch:
     leads = int(given.weights_ready and gpu.overlaps_launches)
     if choice.tile is None:
         return launch_of(OP, choice, x, (*strides, x_stride, w_stride, *sizes, leads))
+    leads |= int(given.cache_ready) << 1
     boxes, blocks = (1, 16), (1, 0, 1, 1)
     if choice.tile.swaps:
         boxes, b_boxes = _swapped_boxes(given, choice.tile.b_share, w_stride)
@@ -289,7 +294,7 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     ]
     key = (
         low_bits & 15, x.device, w.device, given.num_heads, given.num_kv_heads, given.interleaved,
-        given.rotary_dim, given.batch_invariant, given.weights_ready, *layout,
+        given.rotary_dim, given.batch_invariant, given.weights_ready, given.cache_ready, *layout,
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -361,6 +366,7 @@ _op = common.define_given(
     "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim, "
     "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, "
     "float weight_offset=0.0, bool batch_invariant=False, bool weights_ready=False, "
+    "bool cache_ready=False, "
     "Tensor? k_scale=None, Tensor? v_scale=None, Tensor(f!)? k_scale_cache=None, "
     "Tensor(g!)? v_scale_cache=None) -> ()",
     QkvGiven, cuda=_cuda_into, cpu=_cpu_into, check=check,

@@ -69,13 +69,35 @@ __device__ __forceinline__ void attend_short(const Args& args) {
     }
     // That the blocks are there is asked when something is sent to them.
     cluster_arrive_relaxed();
-    wait_for_launch_before();
-    allow_next_launch();
+    // Bit 1 here: no launch ahead still writes lengths, tables, or of caches more than the last
+    // seqlen_q tokens.
+    const bool leads = Config::kQueryInRegisters && (args.is_vectorised & 2) != 0;
+    if (!leads) {
+        wait_for_launch_before();
+        allow_next_launch();
+    }
 
     // The length, the first pages and the queries, side by side.
     const int given = *static_cast<const volatile int*>(args.cache_seqlens + batch_idx);
     loader.pages = loader.look_up(0, args.max_tokens);
     loader.next_pages = loader.look_up(32, args.max_tokens);
+    bool has_begun = false;
+    if constexpr (Config::kQueryInRegisters) {
+        if (leads) {
+            // Tiles without a token of this step are on their way when the launch before ends.
+            const int end = min(max(given, 0) - args.seqlen_q, args.max_tokens);
+            has_begun = first_token + (kAhead - 1) * stride + kTile <= end;
+            if (has_begun) {
+                loader.end_token = end;
+#pragma unroll 1
+                for (int tile = 0; tile < kAhead; ++tile) {
+                    loader.issue(tile, tile);
+                }
+            }
+            wait_for_launch_before();
+            allow_next_launch();
+        }
+    }
     auto query_at = [&](int row, int column) {
         const int token = small_quotient(first_row + row, group);
         const int head = kv_head * group + first_row + row - token * group;
@@ -135,7 +157,9 @@ __device__ __forceinline__ void attend_short(const Args& args) {
             break;
         }
         __syncwarp();  // the other pair has been read
-        loader.issue(tile + kAhead, tile < 0 ? 0 : pair ^ 1);
+        if (tile >= 0 || !has_begun) {
+            loader.issue(tile + kAhead, tile < 0 ? 0 : pair ^ 1);
+        }
         if (tile < 0) {
             if constexpr (!Config::kQueryInRegisters) {
                 cp_async_wait<2 * kAhead>();
