@@ -242,9 +242,15 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
     follow_launch_before();
     begin_row(p, team);
     const TeamShared& shared = team.shared;
-    const bool may_be_whole = !shared.is_greedy && shared.top_k == 0 && wanted_top(p) == 0;
+    // Of 16 bits so many values are equal that their additions to a bin wait for each other.
+    const bool is_fine = p.dtype == kFp32 || !(shared.top_p < 1.0f);
+    const bool has_all = !shared.is_greedy && shared.top_k == 0 && wanted_top(p) == 0;
+    const bool may_be_whole = is_fine && has_all && may_hold(p, team);
+    if (may_be_whole && team.rank == 0) {
+        end_top(p, 0);
+    }
     // NOTE: before all else, so that nothing is in registers that the call would have stored.
-    if (!(may_be_whole && may_hold(p, team) && draw_whole())) {
+    if (!(may_be_whole && draw_whole())) {
         draw_row(p, team);
     }
     team.take_back();

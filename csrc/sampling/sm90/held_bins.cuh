@@ -114,6 +114,7 @@ __device__ __noinline__ void narrow() {
         num += of_chunk * few.num_a_mass(lane_idx * 32 + 16);
     }
     const unsigned num_of_all = __reduce_add_sync(kAllLanes, static_cast<unsigned>(num + 0.999f));
+    __syncwarp();  // that all have read what follows
     if (lane_idx == 0) {
         Near found = {is_tail ? near.from : fmaxf(near.from, few.edge(last, 0.5f)),
                       first == 0 ? near.to : few.edge(first, -0.5f),

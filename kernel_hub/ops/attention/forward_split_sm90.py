@@ -39,10 +39,9 @@ alone: bool | None = None
 # Parts that blocks draw, of the longest tile: None where it is faster, 0: shares. For tests.
 prompt_parts: int | None = None
 
-NUM_COUNTERS = 2  # the next unit that is drawn, blocks that are done
+NUM_COUNTERS, _NO_MASK = 2, 1 << 29  # the next unit that is drawn, blocks that are done
 _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has on their way
 _MAX_BATCH, _MAX_HEADS, _MAX_UNITS = 256, 1 << 15, 1 << 30  # Line::kMost; 32-bit sums
-_NO_MASK = 1 << 29
 # Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
 _SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
 # Columns of tiles of few rows; keys up to which two of them are no slower, twice that of steps.
@@ -154,8 +153,8 @@ def is_crowded(problem: Problem, block_m: int) -> bool:
     # Hardly more than rounds, of alike tiles, is as long as one more; less in shares.
     is_alike = problem.softcap == 0 and max(problem.window) < 0 and not problem.has_lengths
     more = _prompt_rounds(problem, 192) if problem.widest_head <= 64 else rounds  # or fewer rows
-    is_hardly = any(0 < each - n <= x for each in (rounds, more) for n, x in _HARDLY_MORE)
-    return rounds >= 1 and not (is_alike and is_hardly)
+    hardly = (each - n <= x for each in (rounds, more) for n, x in _HARDLY_MORE if each > n)
+    return rounds >= 1 and not (is_alike and any(hardly))
 
 
 def _prompt_rounds(problem: Problem, block_m: int) -> float:

@@ -7,6 +7,8 @@ import torch
 from sample_cases import check, more, op
 from ways import Way
 
+from kernel_hub.ops import sample
+
 
 @pytest.mark.parametrize("team", [1, 2, 4, 8, 16])
 def test_rows_drawn_whole(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, team: int) -> None:
@@ -33,6 +35,18 @@ def test_rows_drawn_whole(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, team
         check(hopper_way, rows, **given)
         if p == 0.9:
             check(hopper_way, rows, **given, **more(num, size))
+
+
+def test_a_row_that_wants_no_top_has_none(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows that do, though it is drawn whole."""
+    monkeypatch.setattr(op, "choose_team", lambda *_: 2)
+    ids = torch.full((3, 4), 7, device=hopper_way.device)
+    logprobs = torch.zeros((3, 4), device=hopper_way.device)
+    sample(
+        hopper_way.randn(3, 1400), top_n=torch.tensor([0, 2, -1], dtype=torch.int32).to(ids.device),
+        out_top_ids=ids, out_top_logprobs=logprobs,
+    )  # fmt: skip
+    assert (ids < 0).sum(1).tolist() == (logprobs == -torch.inf).sum(1).tolist() == [4, 2, 4]
 
 
 def test_teams_of_an_h200() -> None:
