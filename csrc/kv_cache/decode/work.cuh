@@ -2,6 +2,8 @@
 // their lengths.
 #pragma once
 
+#include <cfloat>
+
 #include "kernel_hub/bounds.cuh"
 
 namespace kernel_hub::kv_cache::decode {
@@ -12,6 +14,9 @@ constexpr int kMostTokens = 1 << 30;
 constexpr float kSpare = 0.25f;
 // What `Work::splits_of` lets a part be longer, but for rounding.
 constexpr float kSlack = 0.12f;
+// Rounds of parts of items of one length, and what a part's start takes of `fine_units`.
+constexpr int kMostRounds = 4;
+constexpr float kStart = 0.0014f;
 
 // How much of its cache a sequence attends to.
 struct Extent {
@@ -58,14 +63,26 @@ struct Work {
             return static_cast<float>(parallel);
         }
         const float places = 2.0f * sms;
-        const bool is_double = units <= 18.0f * fine || 3.0f * all_items > 2.0f * sms;
-        if (is_even && all_items <= sms && units > 2.0f * fine && is_double) {
-            // All places are taken, as multiprocessors with one part of two would be waited for;
-            // and no more, as a part of a second round would be: so many parts an item, or fewer,
-            // or so many in all though each is rounded up. Of many bytes, few items are in more.
-            const float parts = floorf(__fdividef(places + 0.5f, all_items));
+        if (is_even && all_items <= sms && units > 2.0f * fine) {
+            // All places are taken, as multiprocessors with one part of two would be waited for, in
+            // the rounds whose parts fill them best: so many parts an item, or fewer, or so many in
+            // all though each is rounded up.
+            const int most = units <= 12.0f * fine ? 1 : units <= 24.0f * fine ? 2 : kMostRounds;
+            const float start = __fdividef(kStart * fine * all_items, units);
+            float parts = 1.0f, taken = places, least = FLT_MAX;
+#pragma unroll 1
+            for (int rounds = 1; rounds <= most; ++rounds) {
+                const float count = static_cast<float>(rounds);
+                const float each = floorf(__fdividef(count * places + 0.5f, all_items));
+                const float cost = count * (__fdividef(1.0f, each) + start);
+                if (cost < least) {
+                    parts = each;
+                    taken = count * places;
+                    least = cost;
+                }
+            }
             const float each = fminf(parts - kSpare, __fdividef(parts + kSlack, longest));
-            return fmaxf(all_items * each, places - 0.875f * all_items);
+            return fmaxf(all_items * each, taken - 0.875f * all_items);
         }
         const float shares = units <= 12.0f * fine   ? fminf(1.5f * sms, places - 0.5f * all_items)
                              : units <= 24.0f * fine ? 3.0f * sms

@@ -113,6 +113,11 @@ def test_every_kernel_is_chosen() -> None:
     assert decode_plan.choose_variant(192, 2, 1, False).head_dim == 256
 
 
+def rounds_of(units: int, fine_units: int) -> int:
+    """The most of Work::shares_of, of lengths that are alike."""
+    return 1 if units <= 12 * fine_units else 2 if units <= 24 * fine_units else 4
+
+
 @pytest.mark.parametrize("items", [1, 2, 8, 32, 64, 100, 120, 132, 200, 512, 4096])
 @pytest.mark.parametrize("max_units", [1, 2, 16, 128, 2048])
 def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
@@ -131,7 +136,8 @@ def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
             if fewer <= units
         ]
         if items <= 132 and units > 2 * split.fine_units:  # of one length
-            shares.append(2 * 132 // items * items - items // 4)
+            for rounds in range(1, rounds_of(units, split.fine_units) + 1):
+                shares.append(264 * rounds // items * items - items // 4)
     for each in shares:
         parts = max(1, -int(-(each / items - 0.125) // 1))
         assert items * min(parts, max_units) <= split.num_blocks
@@ -139,13 +145,14 @@ def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
 
 
 @pytest.mark.parametrize("items", [1, 2, 5, 7, 8, 20, 44, 66])
+@pytest.mark.parametrize("times", [10, 20, 50])
 @pytest.mark.parametrize("num_sms", [132, 114, 78])
-def test_the_grid_holds_items_nearly_alike(items: int, num_sms: int) -> None:
-    max_units = 10 * decode_plan.FINE_BYTES // (512 * 64) // items
+def test_the_grid_holds_items_nearly_alike(items: int, times: int, num_sms: int) -> None:
+    max_units = times * decode_plan.FINE_BYTES // (512 * 64) // items
     caches = decode_plan.Caches(items, 64 * max_units, 64 * max_units, 512, 1 << 30)
     split = decode_plan.choose_split(caches, 64, 0, num_sms, num_sms)
-    places, drawn = 2 * num_sms, random.Random(f"alike {items} {num_sms}")
-    assert split.num_blocks >= places
+    drawn = random.Random(f"alike {items} {num_sms}")
+    assert split.num_blocks >= 2 * num_sms
     for _ in range(200):
         least = drawn.uniform(0.85, 1)
         others = (drawn.choice((1, least, drawn.uniform(least, 1))) for _ in range(items - 1))
@@ -153,11 +160,13 @@ def test_the_grid_holds_items_nearly_alike(items: int, num_sms: int) -> None:
         longest = max_units * items / sum(lengths)
         if longest > 1.125 or sum(lengths) <= 2 * split.fine_units:
             continue
-        # Work::shares_of and splits_of: as many parts as there are places, or fewer.
-        each = min(places // items - 0.25, (places // items + 0.12) / longest)
-        workers = max(items * each, places - 0.875 * items) / sum(lengths)
-        parts = [math.ceil(length * workers - 0.125) for length in lengths]
-        assert sum(parts) <= places
+        # Work::shares_of and splits_of: as many parts as there are places, or fewer, of any round.
+        for rounds in range(1, rounds_of(sum(lengths), split.fine_units) + 1):
+            places = 2 * num_sms * rounds
+            each = min(places // items - 0.25, (places // items + 0.12) / longest)
+            workers = max(items * each, places - 0.875 * items) / sum(lengths)
+            parts = [math.ceil(length * workers - 0.125) for length in lengths]
+            assert sum(parts) <= min(places, split.num_blocks)
 
 
 def split_on_h200(

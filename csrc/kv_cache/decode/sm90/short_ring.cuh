@@ -66,9 +66,11 @@ struct ShortLoader {
         for (int i = 0; i < Config::kTile * kChunks / 32; ++i) {
             const int flat = 32 * i + lane_idx, row = flat / kChunks, chunk = flat % kChunks;
             const T* const source = 32 % kChunks == 0 ? whole : base + row * token_stride;
-            copy_of_row<Config::kRowBytes>(target + swizzled<kChunks>(row, chunk),
-                                           source + chunk * 8,
-                                           chunk * 8 < args.head_dim && row < num_tokens);
+            // Rows of whole lines have kernels of their own; asked for whole, they come sooner.
+            constexpr bool kIsWhole = Config::kQueryInRegisters && Config::kRowBytes == 256;
+            copy_of_row<kIsWhole ? 128 : Config::kRowBytes>(
+                target + swizzled<kChunks>(row, chunk), source + chunk * 8,
+                chunk * 8 < args.head_dim && row < num_tokens);
             whole += 32 / kChunks * token_stride;
         }
     }
