@@ -26,13 +26,15 @@
 
 namespace kernel_hub::kv_cache::decode::sm90 {
 
-#define EXPORT_DTYPE(DTYPE, T)                                     \
-    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim64, T, 64, 1) \
-    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim80, T, 80, 1) \
-    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim96, T, 96, 1) \
-    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim128, T, 128, 1)
+#define EXPORT_DTYPE(DTYPE, T)                                              \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim64, T, 64, 1, false)   \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim80, T, 80, 1, false)   \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim96, T, 96, 1, false)   \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim128, T, 128, 1, false) \
+    EXPORT_SHORT(decode_attention_sm90_##DTYPE##_hdim128_ready, T, 128, 1, true)
 
-// {op}_sm90_{dtype}_hdim{head_dim}
+// {op}_sm90_{dtype}_hdim{head_dim}[_ready]; ready: caches are, before the launch ahead ends, which
+// takes registers.
 EXPORT_DTYPE(fp16, __half)
 EXPORT_DTYPE(bf16, __nv_bfloat16)
 

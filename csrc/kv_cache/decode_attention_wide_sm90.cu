@@ -12,11 +12,11 @@
 
 namespace kernel_hub::kv_cache::decode::sm90 {
 
-#define EXPORT_DTYPE(DTYPE, T)                                                   \
-    EXPORT_SHORT(decode_attention_wide_sm90_##DTYPE##_hdim64_rows32, T, 64, 2)   \
-    EXPORT_SHORT(decode_attention_wide_sm90_##DTYPE##_hdim128_rows32, T, 128, 2) \
-    EXPORT_SHORT(decode_attention_wide_sm90_##DTYPE##_hdim256, T, 256, 1)        \
-    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 192, , 16, 3, 1, 2)                     \
+#define EXPORT_DTYPE(DTYPE, T)                                                          \
+    EXPORT_SHORT(decode_attention_wide_sm90_##DTYPE##_hdim64_rows32, T, 64, 2, false)   \
+    EXPORT_SHORT(decode_attention_wide_sm90_##DTYPE##_hdim128_rows32, T, 128, 2, false) \
+    EXPORT_SHORT(decode_attention_wide_sm90_##DTYPE##_hdim256, T, 256, 1, false)        \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 192, , 16, 3, 1, 2)                            \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 256, _slots3, 16, 3, 1, 2)
 
 // {op}_wide_sm90_{dtype}_hdim{head_dim}[_rows32], {op}_{dtype}_hdim{head_dim}[_slots3]

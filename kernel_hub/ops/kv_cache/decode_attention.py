@@ -240,7 +240,6 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     aligned = is_aligned and common.is_aligned(
         8, *strides, *new[0], *new[1], 0 if cos is None else cos.stride(0), rotary_dim // 2
     )
-    is_ready = given.cache_ready and shape[0] > 0  # other kernels do not ask
     sink_type = 0 if sinks is None else common.ELEMENT_TYPES.index(sinks.dtype)
     numbers = (
         *strides, *new[0], *new[1], *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -250,7 +249,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         *plans.mask_strides(tree_mask),
         batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, k_cache.shape[0], page_size,
         max_tokens, rotary_dim, *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
-        int(bool(interleaved)), aligned + 2 * is_ready, split.num_splits, split.parallel,
+        int(bool(interleaved)), int(aligned), split.num_splits, split.parallel,
         split.fine_units, device.num_sms, window_left, sink_type, softmax_scale, softcap,
     )  # fmt: skip
     how = {"programmatic": True} if device.overlaps_launches else {}

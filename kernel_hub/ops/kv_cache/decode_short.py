@@ -320,6 +320,8 @@ def name(given: DecodeGiven) -> str:
     token = common.DTYPE_TOKENS[given.q.dtype]
     widths = (WIDTHS[0], *OWN_WIDTHS, WIDTHS[1]) if is_small(given) else WIDTHS
     width = next(width for width in widths if width >= given.q.shape[-1])
+    if given.cache_ready and is_small(given) and width == WIDTHS[1]:
+        suffix = "_ready"  # kernels that do not wait are slower besides: those of engines alone
     return f"{cubin_of(given)}_{token}_hdim{width}{suffix}"
 
 

@@ -69,10 +69,7 @@ __device__ __forceinline__ void attend_short(const Args& args) {
     }
     // That the blocks are there is asked when something is sent to them.
     cluster_arrive_relaxed();
-    // Bit 1 here: no launch ahead still writes lengths, tables, or of caches more than the last
-    // seqlen_q tokens.
-    const bool leads = Config::kQueryInRegisters && (args.is_vectorised & 2) != 0;
-    if (!leads) {
+    if constexpr (!Config::kLeads) {
         wait_for_launch_before();
         allow_next_launch();
     }
@@ -82,21 +79,19 @@ __device__ __forceinline__ void attend_short(const Args& args) {
     loader.pages = loader.look_up(0, args.max_tokens);
     loader.next_pages = loader.look_up(32, args.max_tokens);
     bool has_begun = false;
-    if constexpr (Config::kQueryInRegisters) {
-        if (leads) {
-            // Tiles without a token of this step are on their way when the launch before ends.
-            const int end = min(max(given, 0) - args.seqlen_q, args.max_tokens);
-            has_begun = first_token + (kAhead - 1) * stride + kTile <= end;
-            if (has_begun) {
-                loader.end_token = end;
+    if constexpr (Config::kLeads) {
+        // Tiles without a token of this step are on their way when the launch before ends.
+        const int end = min(max(given, 0) - args.seqlen_q, args.max_tokens);
+        has_begun = first_token + (kAhead - 1) * stride + kTile <= end;
+        if (has_begun) {
+            loader.end_token = end;
 #pragma unroll 1
-                for (int tile = 0; tile < kAhead; ++tile) {
-                    loader.issue(tile, tile);
-                }
+            for (int tile = 0; tile < kAhead; ++tile) {
+                loader.issue(tile, tile);
             }
-            wait_for_launch_before();
-            allow_next_launch();
         }
+        wait_for_launch_before();
+        allow_next_launch();
     }
     auto query_at = [&](int row, int column) {
         const int token = small_quotient(first_row + row, group);
@@ -352,13 +347,13 @@ constexpr LaunchFacts short_facts() {
             .stages = C::kPairs};
 }
 
-#define EXPORT_SHORT(NAME, T, HEAD_DIM, ROW_TILES)                                             \
+#define EXPORT_SHORT(NAME, T, HEAD_DIM, ROW_TILES, LEADS)                                      \
     DESCRIBED(                                                                                 \
         NAME, "x: blocks of a cluster, y: kv heads and their blocks of rows, z: sequences",    \
-        (short_facts<ShortConfig<T, HEAD_DIM, ROW_TILES>>()),                                  \
+        (short_facts<ShortConfig<T, HEAD_DIM, ROW_TILES, LEADS>>()),                           \
         extern "C" __global__ void __launch_bounds__(256, 1) NAME(DECODE_PARAMS(T, const T)) { \
             const DecodeArgs<T, const T> args = {DECODE_ARGUMENTS};                            \
-            attend_short<ShortConfig<T, HEAD_DIM, ROW_TILES>>(args);                           \
+            attend_short<ShortConfig<T, HEAD_DIM, ROW_TILES, LEADS>>(args);                    \
         })
 
 }  // namespace kernel_hub::kv_cache::decode::sm90

@@ -7,7 +7,7 @@
 
 namespace kernel_hub::kv_cache::decode::sm90 {
 
-template <typename T_, int kHeadDim_, int kRowTiles_>
+template <typename T_, int kHeadDim_, int kRowTiles_, bool kLeads_>
 struct ShortConfig {
     using T = T_;
     using Cache = T_;
@@ -17,6 +17,9 @@ struct ShortConfig {
     static constexpr int kRowTiles = kRowTiles_, kRows = 16 * kRowTiles;
     // Larger sums leave queries no registers.
     static constexpr bool kQueryInRegisters = kRowTiles == 1 && kHeadDim <= 128;
+    // No launch ahead still writes lengths, tables, or of caches more than the last seqlen_q
+    // tokens.
+    static constexpr bool kLeads = kLeads_;
     static constexpr int kQueryChunks = kHeadDim / 8;
     static constexpr int kQueryBytes = kQueryInRegisters ? 0 : kRows * kHeadDim * 2;
     static constexpr bool kQuantised = false;
