@@ -30,11 +30,14 @@ def _family(name: str, ratios: Sequence[float], y: float) -> list[str]:
     """Dots, the geometric mean as a bar, and both figures at the right."""
     mean, worst = statistics.geometric_mean(ratios), max(ratios)
     lines = [_text(_LEFT - 10, y + 4, name, f'text-anchor="end" fill="{_INK}"')]
-    lines.append('<g opacity="0.35">')
-    for ratio in sorted(ratios):
-        colour = _AHEAD if ratio <= 1 else _BEHIND
-        lines.append(f'<circle cx="{_x(ratio)}" cy="{y}" r="3" fill="{colour}"/>')
-    lines.append("</g>")
+    # A dot is a line of no length with round ends: many are one path.
+    for colour, are_behind in ((_AHEAD, False), (_BEHIND, True)):
+        dots = "".join(
+            f"M{_x(ratio)} {y}h0" for ratio in sorted(ratios) if (ratio > 1) == are_behind
+        )
+        if dots:
+            style = f'stroke="{colour}" stroke-width="6" stroke-linecap="round" opacity="0.35"'
+            lines.append(f'<path d="{dots}" {style}/>')
     x = round(_x(mean) - 1.5, 1)
     lines.append(f'<rect x="{x}" y="{y - 9}" width="3" height="18" fill="{_INK}"/>')
     said = f"{mean:.2f} / {worst:.2f}"
