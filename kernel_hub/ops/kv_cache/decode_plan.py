@@ -298,8 +298,9 @@ def choose_split(
     if units > fine_units:
         # The kernel counts in fp32.
         most = max(most, shares_of(items, units + (units >> 20), fine_units, num_sms))
-        # Work::shares_of, of items nearly as long as each other: no more parts in two rounds.
-        even = (2 if units <= 12 * fine_units else 4) * num_sms
+        # Work::shares_of, of items nearly as long as each other: no more parts in two rounds, but
+        # an eighth of one for each that is a part though it is less: an eighth of them, or fewer.
+        even = (2 if units <= 12 * fine_units else 4) * num_sms + items // 64
     num_blocks = min(max(most + items, even), units)
     return Split(0, parallel, num_blocks, min(items, most), fine_units)
 

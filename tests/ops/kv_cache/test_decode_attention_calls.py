@@ -169,6 +169,22 @@ def test_the_grid_holds_items_nearly_alike(items: int, times: int, num_sms: int)
             assert sum(parts) <= min(places, split.num_blocks)
 
 
+def test_the_grid_holds_empty_caches_among_others_alike() -> None:
+    # A cache of no tokens is a part though its share is less than an eighth of one: of one length
+    # by the mean, nine of them are one part more than there are places.
+    lengths = [3000] * 80 + [2415] * 8 + [1] * 9
+    tokens, token_bytes = 64 * 3000, 34
+    caches = decode_plan.Caches(97, tokens, tokens, token_bytes, 1 << 30)
+    split = decode_plan.choose_split(caches, 64, 0, 132, 132)
+    units = sum(lengths)
+    assert 12 * split.fine_units < units < 97 * 3000 < 24 * split.fine_units  # two rounds
+    assert 1.125 * units >= 97 * 3000
+    # Work::shares_of and splits_of, which takes five parts of each in two rounds.
+    workers = (4 * 132 - 0.875 * 97) / units
+    parts = [max(1, math.ceil(length * workers - 0.125)) for length in lengths]
+    assert 4 * 132 < sum(parts) <= split.num_blocks
+
+
 def split_on_h200(
     batch: int, kv_heads: int, tokens: int, head_dim: int = 128, window: int = 1 << 30
 ) -> decode_plan.Split:
