@@ -52,6 +52,10 @@ def test_of_cold_rows_all_that_weighs_is_held(
     given = {"temperature": below * (math.log2(math.e) / 40.25), "seed": torch.arange(len(below))}
     check(hopper_way, rows, **given)
     check(hopper_way, rows, **given, top_p=torch.full((len(below),), 1 - 2.0**-20))
+    # What weighs nothing is below all floats.
+    check(
+        hopper_way, -3.4e38 + 1e37 * (rows == 1.5), temperature=0 * below + 1e37, seed=given["seed"]
+    )
 
 
 def test_a_row_that_wants_no_top_has_none(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
