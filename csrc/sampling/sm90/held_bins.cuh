@@ -145,8 +145,10 @@ __device__ __noinline__ void begin_whole() {
     const Weigher weigher = {fminf(largest, FLT_MAX), shared.scale, shared.lowest};
     const SampleParams& p = shared.p;
     const float floor = floor_of_warp(weigher, p.min_p ? p.min_p[p.row_idx] : 0.0f);
-    // Nothing that weighs something is not above it.
-    const float lowest = fmaxf(floor, fminf(largest + weigher.lowest, from_key(highest - 1)));
+    // Nothing that weighs something is not above it. NOTE: of a cold row what is added may be a few
+    // floats, and rounded up: one below, if there is one.
+    const uint32_t weightless = min(key_of(largest + weigher.lowest), highest) - 1;
+    const float lowest = fmaxf(floor, from_key(max(weightless, key_of(-kInfinity))));
     if (lane_idx == 0) {
         const bool is_any = largest > -kInfinity && largest < FLT_MAX && shared.lowest > -FLT_MAX;
         shared.largest = largest;

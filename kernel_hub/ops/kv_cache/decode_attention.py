@@ -130,8 +130,9 @@ def decode_attention(
         before the new ones. Its sequence are those, in their order: it is rotated, and window and
         ALiBi count, as if it were appended behind the others of them; without a bit, as the first
         new one. Drafts of a tree: `ops.trees.tree_mask(parents)`.
-    cache_ready: a promise that no launch just ahead writes cache_seqlens, block_table, or of the
-        caches more than each sequence's last seqlen_q tokens: the others may be read early.
+    cache_ready: a promise that nothing ahead in the stream still writes cache_seqlens, block_table,
+        or of the caches more than each sequence's last seqlen_q tokens: the others may be read
+        before the launch ahead, or those that it has not waited for yet, have ended.
 
     Returns out, or (out, lse). Rows without a key are 0, with lse -inf, or of a row that is not
     finished the sink. Two runs give the same bits. A CUDA tensor runs the shipped cubin on torch's

@@ -89,9 +89,9 @@ def qkv_linear(
         `append_kv` has it; without a cache neither with cu_seqlens nor with cache_seqlens.
     deterministic: "batch": a token's bits depend on it alone, not on how many there are: one way
         for any number of them.
-    weights_ready: a promise that no launch just ahead writes w_qkv, as of `linear`.
-    cache_ready: with it, one that none writes what says where tokens go and how they turn: cos,
-        sin, positions, cache_seqlens, block_table, slot_mapping, cu_seqlens.
+    weights_ready: a promise that nothing ahead in the stream still writes w_qkv, as of `linear`.
+    cache_ready: with it, one that nothing still writes what says where tokens go and how they turn:
+        cos, sin, positions, cache_seqlens, block_table, slot_mapping, cu_seqlens.
     k_scale, v_scale: (num_kv_heads,) fp32, only with e4m3 and int8 caches; None: 1 of e4m3.
     k_scale_cache, v_scale_cache: in place of those, where the scale of each token and head is
         written, as `append_kv` finds it.

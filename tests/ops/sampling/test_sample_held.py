@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from sample_cases import check, more, op
@@ -35,6 +37,25 @@ def test_rows_drawn_whole(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, team
         check(hopper_way, rows, **given)
         if p == 0.9:
             check(hopper_way, rows, **given, **more(num, size))
+
+
+@pytest.mark.parametrize("size", [2060, 40000])
+def test_of_cold_rows_all_that_weighs_is_held(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Though it be a few floats below the largest, and hardly above what weighs nothing."""
+    monkeypatch.setattr(op, "choose_team", lambda *_: 4)
+    row = torch.full((size,), 1.5).nextafter(torch.tensor(-torch.inf))
+    row[size // 2] = 1.5
+    below = 2.0**-23 * torch.tensor([1.1, 1.3, 1.49, 1.6, 3.4])  # what weighs 2^-40.25
+    rows = row.expand(len(below), -1).contiguous()
+    given = {"temperature": below * (math.log2(math.e) / 40.25), "seed": torch.arange(len(below))}
+    check(hopper_way, rows, **given)
+    check(hopper_way, rows, **given, top_p=torch.full((len(below),), 1 - 2.0**-20))
+    # What weighs nothing is below all floats.
+    check(
+        hopper_way, -3.4e38 + 1e37 * (rows == 1.5), temperature=0 * below + 1e37, seed=given["seed"]
+    )
 
 
 def test_a_row_that_wants_no_top_has_none(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
