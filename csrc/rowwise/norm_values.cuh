@@ -68,16 +68,8 @@ struct Factors {
     template <typename Out>
     __device__ __forceinline__ void load_or_zeros(const NormParams<T, Out>& p, int vec_idx,
                                                   int num_vecs) {
-        if (p.weight == nullptr) {
-            load_all(nullptr, vec_idx, num_vecs, 1.0f, weight);
-        } else {
-            load_there(p.weight, vec_idx, num_vecs, weight);
-        }
-        if (p.bias == nullptr) {
-            load_all(nullptr, vec_idx, num_vecs, 0.0f, bias);
-        } else {
-            load_there(p.bias, vec_idx, num_vecs, bias);
-        }
+        load_there_or_all(p.weight, vec_idx, num_vecs, 1.0f, weight);
+        load_there_or_all(p.bias, vec_idx, num_vecs, 0.0f, bias);
     }
 
     // Normed, in place: what is in the i-th of the vectors.
@@ -138,6 +130,17 @@ struct Factors {
             return;
         }
         load_there<false>(values, vec_idx, num_vecs, found);
+    }
+
+    // Beyond the row 0, where there are values; else `none` everywhere.
+    static __device__ __forceinline__ void load_there_or_all(const void* values, int vec_idx,
+                                                             int num_vecs, float none,
+                                                             uint4 (&found)[kVecs][kParts]) {
+        if (values == nullptr) {
+            load_all(nullptr, vec_idx, num_vecs, none, found);
+        } else {
+            load_there(values, vec_idx, num_vecs, found);
+        }
     }
 
     // What is not there stays as it is, or is 0.

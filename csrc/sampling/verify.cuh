@@ -1,8 +1,8 @@
 // What verifying drafts needs of a position, whether they follow one another or branch: which of
 // the drafts behind it is kept, or what is drawn in their place.
 //
-// A position is a row of logits. Up to 8 blocks of 256 threads share it, a cluster, from compute
-// capability 9.0 on; before, one. It is 64 pieces, some of a warp, one after another: each leaves
+// A position is a row of logits. Up to 16 blocks of 256 threads share it, a cluster, from compute
+// capability 9.0 on; before, one. It is 128 pieces, some of a warp, one after another: each leaves
 // one word a pass (its largest, or its sum), of which every warp of every block reads all, so that
 // all know the same and go the same way. Sums are of whole numbers: as many blocks, as many pieces
 // a warp, the same bits.

@@ -8,7 +8,7 @@
 // by seed and offset + j, and d_j is kept where it is x_j. Where temperature is not above 0, x_j is
 // the largest.
 //
-// A cluster of 1 to 8 blocks of 256 threads a position of a row (verify.cuh; one before compute
+// A cluster of 1 to 16 blocks of 256 threads a position of a row (verify.cuh; one before compute
 // capability 9.0): all positions at once, also those after the first that is not kept, which
 // nobody can know. Each leaves one token, the draft where that is kept; the block that ends last of
 // a row compares tokens and drafts from the first on.

@@ -18,16 +18,23 @@ namespace kernel_hub::sampling::sm90 {
 constexpr int kMostNear = 32;  // values that are compared in pairs, each by a lane
 constexpr int kLevels = 2;     // of bins
 
+// A four that is held, and what each weighs.
+__device__ __forceinline__ void get_weighed(const uint4* held, const float4* weighed,
+                                            float (&z)[kFour], float (&masses)[kFour]) {
+    get(held, z);
+    const float4 y = *weighed;
+    masses[0] = y.x, masses[1] = y.y, masses[2] = y.z, masses[3] = y.w;
+}
+
 // What is left of a number in the part of a warp, by any warp of its block.
 __device__ __forceinline__ void draw_of_warp(const HeldInOrder& part, int warp, float from,
                                              uint64_t total, uint64_t drawn, TeamShared& shared) {
     const int lane_idx = threadIdx.x % 32, slot = warp % kNumWarps * 32 + lane_idx;
 #pragma unroll 1
     for (int i = 0; i < part.turns; ++i) {
-        float z[kFour];
-        get(shared.under_way + i * kNumThreads + slot, z);
-        const float4 y = shared.weighed[i * kNumThreads + slot];
-        const float masses[kFour] = {y.x, y.y, y.z, y.w};
+        float z[kFour], masses[kFour];
+        get_weighed(shared.under_way + i * kNumThreads + slot,
+                    shared.weighed + i * kNumThreads + slot, z, masses);
         uint64_t own = 0;
 #pragma unroll
         for (int j = 0; j < kFour; ++j) {
@@ -272,10 +279,8 @@ __device__ __noinline__ bool draw_whole() {
         }
 #pragma unroll 1
         for (int i = 0; i < part.turns; ++i) {
-            float z[kFour];
-            get(held + i * kNumThreads, z);
-            const float4 y = weighed[i * kNumThreads];
-            const float masses[kFour] = {y.x, y.y, y.z, y.w};
+            float z[kFour], masses[kFour];
+            get_weighed(held + i * kNumThreads, weighed + i * kNumThreads, z, masses);
 #pragma unroll
             for (int j = 0; j < kFour; ++j) {
                 if (z[j] > near.from && z[j] <= near.to) {
@@ -290,10 +295,8 @@ __device__ __noinline__ bool draw_whole() {
     uint32_t ends[2] = {0, 0};
 #pragma unroll 1
     for (int i = 0; i < part.turns; ++i) {
-        float z[kFour];
-        get(held + i * kNumThreads, z);
-        const float4 y = weighed[i * kNumThreads];
-        const float masses[kFour] = {y.x, y.y, y.z, y.w};
+        float z[kFour], masses[kFour];
+        get_weighed(held + i * kNumThreads, weighed + i * kNumThreads, z, masses);
         bool has_any = false;
 #pragma unroll
         for (int j = 0; j < kFour; ++j) {

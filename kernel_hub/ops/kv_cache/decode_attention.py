@@ -206,7 +206,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     if q.numel() == 0:
         return Step(Launch())
     page_size = k_cache.shape[1]
-    max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
+    max_tokens = given.max_tokens
     items = batch_size * num_kv_heads
     device = device_of(q.device)
     split = plans.Split(1, items, items, 0)

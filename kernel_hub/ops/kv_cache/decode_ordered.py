@@ -68,7 +68,7 @@ def fits(given: DecodeGiven) -> bool:
         and least <= given.softmax_scale <= most
         and device_of(q.device).has_wgmma
         and (table is None or k_cache.shape[1] % PAGE_MULTIPLE == 0)
-        and _room(given) <= MAX_TOKENS
+        and given.max_tokens <= MAX_TOKENS
         and common.is_aligned(_VECTOR, *k_cache.stride()[:3], *v_cache.stride()[:3])
         and common.is_aligned(_VECTOR, q.stride(0), q.stride(2))
         and (out is None or common.is_aligned(_VECTOR, out.stride(0), out.stride(2)))
@@ -82,16 +82,10 @@ def _is_plain(given: DecodeGiven) -> bool:
     )  # fmt: skip
 
 
-def _room(given: DecodeGiven) -> int:
-    """Tokens of a sequence, as far as the host knows."""
-    page_size, table = int(given.k_cache.shape[1]), given.block_table
-    return page_size if table is None else page_size * int(table.shape[1])
-
-
 def is_faster(given: DecodeGiven) -> bool:
     """Whether they are faster than whole tiles, of a step that they take, as measured
     (docs/notes/batch_attention.md)."""
-    items, room = given.q.shape[0] * given.k_cache.shape[2], _room(given)
+    items, room = given.q.shape[0] * given.k_cache.shape[2], given.max_tokens
     num_sms = device_of(given.q.device).num_sms
     if is_fast_memory(given):
         rounds = next(rounds for tokens, rounds in _FAST_ROUNDS if room >= tokens)
@@ -103,7 +97,9 @@ def is_faster(given: DecodeGiven) -> bool:
 def is_wide_faster(given: DecodeGiven) -> bool:
     """Whether clusters of eight are, which read more at once, and find fewer places."""
     most = device_of(given.q.device).num_sms // _AT_ONCE_WIDE
-    return bool(given.q.shape[0] * given.k_cache.shape[2] <= most and _room(given) >= _LONG_WIDE)
+    return bool(
+        given.q.shape[0] * given.k_cache.shape[2] <= most and given.max_tokens >= _LONG_WIDE
+    )
 
 
 def plan(given: DecodeGiven) -> Launch:
@@ -117,7 +113,7 @@ def plan(given: DecodeGiven) -> Launch:
     numbers = (
         out.stride(0), out.stride(2), q.stride(0), q.stride(2), *k_cache.stride()[:3],
         *v_cache.stride()[:3], 0 if table is None else table.stride(0), q.shape[2],
-        k_cache.shape[2], k_cache.shape[0], k_cache.shape[1], _room(given),
+        k_cache.shape[2], k_cache.shape[0], k_cache.shape[1], given.max_tokens,
         given.softmax_scale * math.log2(math.e),
     )  # fmt: skip
     return Launch(

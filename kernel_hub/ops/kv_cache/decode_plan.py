@@ -43,6 +43,12 @@ class DecodeGiven(NamedTuple):
     cache_ready: bool = False
 
     @property
+    def max_tokens(self) -> int:
+        """That a sequence's cache has room for."""
+        page_size, table = self.k_cache.shape[1], self.block_table
+        return int(page_size if table is None else page_size * table.shape[1])
+
+    @property
     def scales(self) -> tuple[Any, Any]:
         """Of tokens."""
         return self.k_scale_cache, self.v_scale_cache

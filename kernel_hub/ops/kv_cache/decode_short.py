@@ -47,8 +47,8 @@ _LEVEL_US, _LESS_US = 0.3, 0.4
 # much, against these.
 _TILES_LATE, _FAST_TILES_LATE, _LATE_BYTES = 1.15, 0.95, 60e6
 # Of several tokens, where memory is fast: many items of the most columns, whose rounds take more
-# than is reckoned; few items of the fewest columns; many of more blocks
-# of rows than so many.
+# than is reckoned; few items of the fewest columns; many of more blocks of
+# rows than so many.
 _WIDE_CROWD, _NARROW_LATE, _MANY_BLOCKS, _MANY_LATE = 1.08, 1.13, 8, 0.8
 _PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiprocessor
 # Where parts, whose number is any, are no better, `LONGEST` and of the most columns: tokens of an
@@ -146,7 +146,7 @@ def shape_for(given: DecodeGiven) -> tuple[int, int]:
     every = costs.sizes_of(problem)
     room = every[0].seqlen_k
     is_narrow, is_one, us = is_small(given), given.q.shape[1] == 1, 0.0
-    width, is_wide = width_of(given), width_of(given) == WIDTHS[-1]
+    is_wide = (width := width_of(given)) == WIDTHS[-1]
     few = num_sms // (2 if is_narrow else 8)
     is_few = items <= few and width <= WIDTHS[1] and room <= FEW_LONGEST
     if not (is_few and is_narrow):  # whose time nobody asks

@@ -47,13 +47,11 @@ _FEW_ROWS = 16
 
 def problem_of(given: DecodeGiven) -> Problem:
     """The step as a problem of attention: causal, the lengths on the device."""
-    page_size, table = given.k_cache.shape[1], given.block_table
-    max_tokens = page_size if table is None else page_size * table.shape[1]
     batch_size, seqlen_q = given.q.shape[:2]
     return Problem(
-        given.q, given.k_cache, given.v_cache, batch_size, seqlen_q, max_tokens,
+        given.q, given.k_cache, given.v_cache, batch_size, seqlen_q, given.max_tokens,
         given.softmax_scale, given.window_left, 0, given.softcap, given.alibi_slopes,
-        cache_seqlens=given.cache_seqlens, block_table=table, sinks=given.sinks,
+        cache_seqlens=given.cache_seqlens, block_table=given.block_table, sinks=given.sinks,
     )  # fmt: skip
 
 
@@ -106,8 +104,7 @@ def can_take(given: DecodeGiven, problem: Problem) -> bool:
 def tiles_us(given: DecodeGiven) -> float:
     """About how long they take; infinite where they cannot."""
     problem = problem_of(given)
-    can = choice is not False and can_take(given, problem)
-    if not can:
+    if choice is False or not can_take(given, problem):
         return math.inf
     way = split.best_way(problem)
     is_less_wide = _NARROW < given.q.shape[-1] <= _LESS_WIDE
@@ -121,11 +118,10 @@ def is_wide_step(given: DecodeGiven) -> bool:
 
 def is_long_step(given: DecodeGiven) -> bool:
     """Whether it is of several tokens and sequences, few rows of `_NARROW` columns, long caches."""
-    q, k_cache, table = given.q, given.k_cache, given.block_table
-    room = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    is_few = q.shape[1] * q.shape[2] <= _FEW_ROWS * k_cache.shape[2]
+    q = given.q
+    is_few = q.shape[1] * q.shape[2] <= _FEW_ROWS * given.k_cache.shape[2]
     is_step = min(q.shape[:2]) > 1 and q.shape[-1] == _NARROW
-    return is_step and is_few and _LONG_TOKENS < room <= _LONGEST_TOKENS
+    return is_step and is_few and _LONG_TOKENS < given.max_tokens <= _LONGEST_TOKENS
 
 
 def long_us(problem: Problem) -> float:
